@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -87,29 +88,28 @@ class Parser(argparse.ArgumentParser):
             self.error("argument --split-file: needed by --partition file")
         if args.split_file and args.partition != "file":
             self.error("argument --split-file: only read by --partition file")
-        if args.device == "auto":
-            args.device = "cuda" if torch.cuda.is_available() else "cpu"
-        if args.device.startswith("cuda") and not torch.cuda.is_available():
-            self.error("argument --device: cuda asked for, but torch finds no GPU; use --device cpu")
-        if ":" in args.device and int(args.device[5:]) >= torch.cuda.device_count():
-            self.error(f"argument --device: {args.device} asked for, but torch finds {torch.cuda.device_count()} GPU(s)")
         return args
 
     def _resumed(self, argv, out):
         if not out:
             raise UserError("argument --resume: name the run to continue with --out")
-        config = read_config(pathlib.Path(out))
-        if config is None:
-            return super().parse_args(argv)
-        self.set_defaults(**{k: v for k, v in config["flags"].items() if k not in ("out", "resume")})
-        args = super().parse_args(argv)
+        flags = read_config(pathlib.Path(out))["flags"]
+        args = super().parse_args([*self._words(flags), *argv])
         for k, v in vars(args).items():
-            if k not in FREE_ON_RESUME and k in config["flags"] and v != config["flags"][k]:
-                raise UserError(f"argument --{k.replace('_', '-')}: {v} differs from the {config['flags'][k]} of the run in "
-                                f"{out}; leave it out, or start a new run with another --out")
-        if args.rounds < config["flags"]["rounds"]:
-            raise UserError(f"argument --rounds: {args.rounds} is less than the run's {config['flags']['rounds']}")
+            if k not in FREE_ON_RESUME and k in flags and v != flags[k]:
+                raise UserError(f"argument --{k.replace('_', '-')}: {v} differs from the {flags[k]} of the run in {out}; "
+                                "leave it out, or start a new run with another --out")
+        if args.rounds < flags["rounds"]:
+            raise UserError(f"argument --rounds: {args.rounds} is less than the run's {flags['rounds']}")
         return args
+
+    def _words(self, flags):
+        """flags, a dict, as the words of a command line, so that they are checked like any other."""
+        for action in self._actions:
+            value, option = flags.get(action.dest), action.option_strings[-1 if flags.get(action.dest) is False else 0]
+            if value is None or action.dest in ("out", "resume") or value is False and not option.startswith("--no-"):
+                continue
+            yield option if isinstance(value, bool) else f"{option}={value}"
 
 
 def _canonical(word):
@@ -120,17 +120,19 @@ def _canonical(word):
     return "--" + ALIASES.get(name, name) + eq + value
 
 
-def number(kind, low, high=math.inf, open_low=False):
-    """An argparse type: a finite int or float in [low, high], or (low, high] with open_low."""
+def number(kind, low, high=None, open_low=False):
+    """An argparse type: an int or a finite float in [low, high], or (low, high] with open_low."""
+    top = high or (2**31 - 1 if kind is int else sys.float_info.max)
+
     def parse(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and (low < value if open_low else low <= value) and value <= high):
+        if not (low < value <= top if open_low else low <= value <= top):
             kind_, lower = "an integer" if kind is int else "a number", "above" if open_low else "of at least"
-            upper = f" and at most {high}" if high < math.inf else ""
-            raise argparse.ArgumentTypeError(f"must be {kind_} {lower} {low}{upper}, not {text!r}")
+            upper = f" and at most {top}" if high or value > top else ""
+            raise argparse.ArgumentTypeError(f"must be {kind_} {lower} {low}{upper}, not {text[:40]!r}")
         return value
     return parse
 
@@ -150,9 +152,16 @@ def _workers(text):
 
 
 def _device(text):
-    if text not in ("auto", "cpu", "cuda") and not (text.startswith("cuda:") and text[5:].isdigit()):
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    index = text[5:] if text.startswith("cuda:") else "0"
+    if text not in ("cpu", "cuda", f"cuda:{index}") or not index.isdigit():
         raise argparse.ArgumentTypeError(f"takes auto, cpu, cuda or cuda:N, not {text!r}")
-    return text
+    if text == "cpu":
+        return text
+    if int(index) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text} asked for, but torch finds {torch.cuda.device_count() or 'no'} GPU")
+    return f"cuda:{index}"
 
 
 def flags(doc):
@@ -208,7 +217,8 @@ def flags(doc):
     add("--seed", type=number(int, 0), default=0, help="seed of initial weights, client sampling, batches and augmentation")
     add("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--workers", type=_workers, default="auto", help="clients trained at once: threads on the CPU, streams on a GPU")
-    add("--precision", default="fp32", choices=["fp32", "tf32", "bf16"], help="bf16: autocast")
+    add("--precision", default="fp32", choices=["fp32", "tf32", "bf16"],
+        help="of the networks; tf32: in convolutions on a GPU; bf16: autocast; losses are in fp32 anyway")
     add("--graph", action=argparse.BooleanOptionalAction, default=True,
         help="replay the training step as a CUDA graph; no effect on the CPU")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, at some cost in speed; the CPU is anyway")
@@ -273,8 +283,8 @@ def load_data(args):
     kind = {"cifar100": datasets.CIFAR100, "cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[args.dataset]
     try:
         train, test = (kind(root, train=part, download=True) for part in (True, False))
-    except (OSError, RuntimeError) as e:
-        raise UserError(f"--dataset {args.dataset} could not be downloaded into {root} ({e}); "
+    except Exception as e:  # no network, a damaged archive, files that are not what their names say
+        raise UserError(f"--dataset {args.dataset} could not be loaded from or downloaded into {root} ({e}); "
                         "put torchvision's files there, or use --dataset folder or glyphs") from None
     images = [torch.as_tensor(part.data) for part in (train, test)]
     images = [x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous() for x in images]
@@ -305,7 +315,7 @@ def folder(root, image_size=None):
                             "--dataset folder reads train/CLASS/* and test/CLASS/*")
         try:
             parts.append(ImageFolder(found))
-        except (FileNotFoundError, OSError) as e:
+        except OSError as e:
             raise UserError(f"--data-dir {root}: {e}") from None
     train, test = parts
     if train.classes != test.classes:
@@ -332,28 +342,37 @@ def folder(root, image_size=None):
 def _decode(listing, image_size):
     from PIL import Image
 
-    def open_(path):
+    def open_(path, mode=None):
+        """The image in that mode; without one, the mode it asks for: L or RGB."""
         try:
             with Image.open(path) as image:
-                grey = image.mode in ("1", "L", "I;16")
-                image = image.convert("L" if grey else "RGB")
+                if image.mode[0] in "IF":
+                    raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
+                if mode is None:
+                    return "L" if image.mode in ("1", "L") else "RGB"
+                image = image.convert(mode)
                 return image.resize((image_size, image_size), Image.Resampling.BILINEAR) if image_size else image
+        except UserError:
+            raise
         except Exception as e:  # Pillow raises many kinds for a damaged file
             raise UserError(f"{path}: not a readable image ({e})") from None
 
-    first = open_(listing[0][0])
-    shape = (1 if first.mode == "L" else 3, first.height, first.width)
+    paths = [path for path, _ in listing]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        mode = "RGB" if "RGB" in pool.map(open_, paths) else "L"
+    first = open_(paths[0], mode)
+    shape = (len(mode), first.height, first.width)
 
     def pixels(path):
-        image = open_(path).convert(first.mode)
+        image = open_(path, mode)
         if (image.height, image.width) != shape[1:]:
-            raise UserError(f"{path}: {image.width}x{image.height} pixels where {listing[0][0]} has {shape[2]}x{shape[1]}; "
+            raise UserError(f"{path}: {image.width}x{image.height} pixels where {paths[0]} has {shape[2]}x{shape[1]}; "
                             "--image-size makes them all one size")
         return np.asarray(image).reshape(shape[1], shape[2], shape[0]).transpose(2, 0, 1)
 
     x = np.empty((len(listing), *shape), np.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        decoded = pool.map(pixels, (path for path, _ in listing))
+        decoded = pool.map(pixels, paths)
         for i, image in enumerate(tqdm(decoded, "decoding images", len(listing), leave=False, disable=None)):
             x[i] = image
     return torch.from_numpy(x)
@@ -552,13 +571,17 @@ def file_partition(path, samples, clients):
         raise wrong(f"cannot be read ({e})") from None
     try:
         split = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             split = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise wrong("neither JSON nor a Python literal") from None
-    parts = list(split.values()) if isinstance(split, dict) else split
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (list, tuple, set)) for part in parts):
+    if isinstance(split, dict):
+        if not all(str(k).isdigit() for k in split):
+            raise wrong("must name its clients by numbers")
+        split = [split[k] for k in sorted(split, key=int)]
+    parts = list(split) if isinstance(split, (list, tuple)) else None
+    if parts is None or not all(isinstance(part, (list, tuple, set)) for part in parts):
         raise wrong("must map each client to a list of indices")
     if len(parts) != clients:
         raise wrong(f"has {len(parts)} clients, not {clients}; pass --clients {len(parts)}")
@@ -822,16 +845,19 @@ def autocast(args, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16", cache_enabled=False)
 
 
-@contextlib.contextmanager
-def full_precision(device):
-    """Plain fp32 whatever --precision says, for Gram matrices, power iterations and the like."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        matmul.fp32_precision = before
+def cast_blocks(net, args, device):
+    """Run each block of net under autocast and pass on fp32, so that losses and whatever else a method computes outside of
+    blocks, Gram matrices and power iterations say, are in fp32, forward and backward. Not to be copied afterwards."""
+    def wrapped(forward):
+        def cast(*inputs):
+            with autocast(args, device):
+                out = forward(*inputs)
+            return out.float()
+        return cast
+    if args.precision == "bf16":
+        for block in net:
+            block.forward = wrapped(block.forward)
+    return net
 
 
 def epoch_sizes(n, args, batch_norm):
@@ -849,6 +875,11 @@ def batch_sizes(n, args, batch_norm):
     if args.local_steps and epoch:
         return (epoch * math.ceil(args.local_steps / len(epoch)))[:args.local_steps]
     return epoch * args.epochs
+
+
+def learning_rate(args, round_):
+    """Of a round, counted from 1."""
+    return args.lr * args.lr_decay ** (round_ - 1)
 
 
 def sgd(net, args):
@@ -875,9 +906,9 @@ class Worker:
 
     def __init__(self, net, data, args, steps):
         """net: the global network, copied; steps: the most that any client trains in a round."""
-        self.net, self.data, self.args = copy.deepcopy(net), data, args
+        self.data, self.args, self.device, self.template = data, args, data.x.device, net
+        self.net = cast_blocks(copy.deepcopy(net), args, self.device)
         self.opt = sgd(self.net, args)
-        self.device = data.x.device
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.augment, self.batch_norm = resolve_augment(args), has_batch_norm(net)
         self.t = torch.zeros(1, dtype=torch.long, device=self.device)  # the step within the client's round
@@ -902,7 +933,8 @@ class Worker:
         """A copy of the network in eval mode and without gradients, holding weights (a state_dict), by default those that
         worker.net holds now."""
         if name not in self.nets:
-            self.nets[name] = copy.deepcopy(self.net).eval().requires_grad_(False)
+            frozen = copy.deepcopy(self.template).eval().requires_grad_(False)
+            self.nets[name] = cast_blocks(frozen, self.args, self.device)
         _load(self.nets[name], self.net.state_dict() if weights is None else weights)
         return self.nets[name]
 
@@ -952,7 +984,7 @@ class Worker:
         momentum, kept = self._momentum(), client.state.get("momentum")
         for i, buffer in enumerate(momentum):
             buffer.zero_() if kept is None else buffer.copy_(kept[i])
-        lr = args.lr * args.lr_decay ** (server["round"] - 1)
+        lr = learning_rate(args, server["round"])
         for group in self.opt.param_groups:
             group["lr"].fill_(lr) if torch.is_tensor(group["lr"]) else group.update(lr=lr)
         self.t.zero_()
@@ -977,13 +1009,13 @@ class Worker:
         index = rows.pop("index")
         x = self.data.normalise(apply_augment(self.data.x.index_select(0, index), rows))
         x = x.contiguous(memory_format=torch.channels_last)
-        with autocast(self.args, self.device):
-            loss = step(x, self.data.y.index_select(0, index))
+        loss = step(x, self.data.y.index_select(0, index))
         self.loss.add_(loss.detach(), alpha=size)
         self.t.add_(1)
 
     def _capture(self, step):
-        """Record one step on a full batch as a CUDA graph. Warm-up moves weights, buffers and momentum, so all are put back."""
+        """Record one step on a full batch as a CUDA graph. Warm-up moves weights, statistics and momentum, so they are put
+        back; a step writes to nothing else."""
         moved = [*self.net.state_dict().values(), *self._momentum(), self.t, self.loss]
         before = [v.clone() for v in moved]
         for _ in range(3):
@@ -1124,16 +1156,19 @@ def evaluate(net, data, args, pool_map=map):
 # Run folder: config.json, metrics.jsonl, checkpoint.pt, model.pt, best.pt, states/ and clients/
 # ----------------------------------------------------------------------------------------------------------------------
 
-def _write(path, fill):
-    """Fill a file so that a kill or a full disk at any moment leaves the old one or the new one, whole."""
+def _write(path, content):
+    """Write bytes so that a kill or a full disk at any moment leaves the old file or the new one, whole."""
     path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
-            fill(f)
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+        folder_ = os.open(path.parent, os.O_RDONLY)  # the new name has to outlive a power failure too
+        os.fsync(folder_)
+        os.close(folder_)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -1141,7 +1176,9 @@ def _write(path, fill):
 
 def save(tree, path):
     """torch.save, atomically, of a nest of tensors and plain values."""
-    _write(path, functools.partial(torch.save, tree_map(lambda t: t.detach().cpu().contiguous(), tree)))
+    buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
+    torch.save(tree_map(lambda t: t.detach().cpu().contiguous(), tree), buffer)
+    _write(path, buffer.getbuffer())
 
 
 def load(path, what="checkpoint"):
@@ -1155,20 +1192,17 @@ def load(path, what="checkpoint"):
 
 
 def read_config(out):
-    """config.json of the run in the folder out; None if it was cut before it wrote anything. UserError if out is no run."""
-    if not out.is_dir():
-        raise UserError(f"--out {out}: no run to --resume there")
+    """config.json of the run in the folder out. UserError if out is no run."""
+    if not (out / "config.json").is_file():
+        raise UserError(f"--out {out}: no run to --resume there, since it has no config.json")
     try:
         config = json.loads((out / "config.json").read_text())
-        return config if {"script", "flags", "workers"} <= config.keys() and isinstance(config["flags"], dict) else _no_run(out)
-    except FileNotFoundError:
-        return _no_run(out) if any(not p.name.endswith(".tmp") for p in out.iterdir()) else None
-    except (ValueError, AttributeError):
-        return _no_run(out)
-
-
-def _no_run(out):
-    raise UserError(f"--out {out}: not a run of this project: config.json is missing or damaged")
+        right = isinstance(config["flags"]["rounds"], int) and all(type(config[k]) is int for k in ("workers", "threads"))
+        if right and isinstance(config["script"], str):
+            return config
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"--out {out}: config.json is damaged, or not of a run of this project")
 
 
 class Run:
@@ -1182,7 +1216,7 @@ class Run:
         """UserError, before any long work, when the folder can't be used."""
         if self.args.resume:
             config = read_config(self.out)
-            if config and config["script"] != self.script:
+            if config["script"] != self.script:
                 raise UserError(f"--out {self.out}: a run of {config['script']}.py, not of {self.script}.py")
             return config
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
@@ -1193,11 +1227,16 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         gpu = torch.cuda.get_device_name(self.args.device) if self.args.device != "cpu" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        self._write_config({"script": self.script, "flags": vars(self.args), "workers": workers, "threads": threads,
-                            "device": gpu or f"{platform.machine()}, {CORES} cores", "versions": versions, "commit": _commit()})
+        self.config = {"script": self.script, "flags": vars(self.args), "workers": workers, "threads": threads,
+                       "device": gpu or f"{platform.machine()}, {CORES} cores", "versions": versions, "commit": _commit()}
+        self.write_config()
 
-    def _write_config(self, config):
-        _write(self.out / "config.json", lambda f: f.write((json.dumps(config, indent=1) + "\n").encode()))
+    def write_config(self):
+        _write(self.out / "config.json", (json.dumps(self.config, indent=1) + "\n").encode())
+
+    def decisive(self):
+        """The flags that decide the result."""
+        return {k: v for k, v in vars(self.args).items() if k not in FREE_ON_RESUME}
 
     def append(self, row):
         self.rows.append(row)
@@ -1214,7 +1253,8 @@ class Run:
             save(states[k], self.out / "states" / f"{k}-{server['round']}.pt")
             self.versions[k] = server["round"]
         self.changed.clear()
-        state = {"script": self.script, "net": net.state_dict(), "server": server, "clients": self.versions}
+        state = {"script": self.script, "flags": self.decisive(), "net": net.state_dict(), "server": server,
+                 "clients": self.versions}
         save(state, self.out / "checkpoint.pt")
         kept = {f"{k}-{version}.pt" for k, version in self.versions.items()}
         for path in (self.out / "states").iterdir():
@@ -1224,30 +1264,42 @@ class Run:
     def restore(self, config, net, server, states):
         """Fill net, server and states from the checkpoint, if there is one, and forget the rounds after it."""
         path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
+        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
         if path.exists():
             found = load(path)
             try:
                 if found["script"] != self.script:
                     raise UserError(f"{path}: made by {found['script']}.py, not by {self.script}.py")
+                for k, v in self.decisive().items():
+                    if found["flags"][k] != v:
+                        raise UserError(f"{path}: of another run, with {found['flags'][k]} for --{k.replace('_', '-')}")
                 net.load_state_dict(found["net"])
                 server.update(tree_map(lambda t: t.to(next(net.parameters()).device), found["server"]))
-                self.versions = found["clients"]
-            except (KeyError, TypeError, AttributeError, RuntimeError) as e:
-                if isinstance(e, UserError):
-                    raise
-                raise UserError(f"{path}: not a checkpoint of this run ({str(e).splitlines()[0]})") from None
+                if type(server["round"]) is not int or server["round"] < 1:
+                    raise ValueError("no round")
+                self.versions = dict(found["clients"])
+            except UserError:
+                raise
+            except Exception as e:  # any shape that a foreign file may have
+                raise UserError(f"{path}: not a checkpoint of this run ({e})") from None
             for k, version in self.versions.items():
                 states[k] = load(self.out / "states" / f"{k}-{version}.pt", "client state")
-        lines = metrics.read_text().splitlines()[:server["round"]] if metrics.exists() else []
+        elif len(lines) > self.args.checkpoint_every or (self.out / "model.pt").exists():
+            raise UserError(f"{path}: missing, though metrics.jsonl has {len(lines)} rounds")
+        lines = lines[:server["round"]]
         try:
             self.rows = [json.loads(line) for line in lines]
-        except ValueError:
-            self.rows = []
-        if [row.get("round") for row in self.rows] != list(range(1, server["round"] + 1)):
+            right = [row["round"] for row in self.rows if row["test_acc"] != ""] == list(range(1, server["round"] + 1))
+        except (ValueError, KeyError, TypeError):
+            right = False
+        if not right:
             raise UserError(f"{metrics}: damaged; it should hold rounds 1 to {server['round']} of the checkpoint")
-        _write(metrics, lambda f: f.writelines((line + "\n").encode() for line in lines))
+        for leftover in self.out.glob("*.tmp"):  # of a write that was cut
+            leftover.unlink()
+        _write(metrics, b"".join(line + b"\n" for line in lines))
+        self.config = config
         config["flags"]["rounds"] = self.args.rounds
-        self._write_config(config)
+        self.write_config()
 
 
 def _commit():
@@ -1288,10 +1340,13 @@ def run(args, local_update, aggregate=average):
         message, code = str(e), 2
     except FloatingPointError as e:
         message, code = str(e), 1
-    except torch.OutOfMemoryError:
-        message, code = "the GPU's memory is full; use fewer --workers or a smaller --batch-size", 1
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(e):
+            raise
+        message, code = "the memory is full; use fewer --workers, a smaller --batch-size or --device cpu", 2
     except KeyboardInterrupt:
-        message, code = f"interrupted; continue with --out {args.out} --resume", 130
+        started = args.out and pathlib.Path(args.out, "config.json").exists()
+        message, code = "interrupted" + f"; continue with --out {args.out} --resume" * bool(started), 130
     print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -1311,8 +1366,9 @@ def _run(args, script, local_update, aggregate):
     net = build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection)
     net, data = net.to(device, memory_format=torch.channels_last).eval(), data.to(device)
     sizes, batch_norm = sorted(map(len, parts)), has_batch_norm(net)
-    if batch_norm and sizes[0] == 1:
-        raise UserError("a client has a single sample, and batch norm needs two; use fewer --clients or another --model")
+    if batch_norm and min(sizes[0], args.batch_size) == 1:
+        raise UserError("a batch or a client has a single sample, and batch norm needs two; "
+                        "use a larger --batch-size, fewer --clients or another --model")
     steps = max(len(batch_sizes(n, args, batch_norm)) for n in set(sizes))
     if steps == 0:
         raise UserError(f"--drop-last: no client has the {args.batch_size} samples of a batch")
@@ -1320,11 +1376,11 @@ def _run(args, script, local_update, aggregate):
     workers, threads = (config["workers"], config["threads"]) if config else Pool.plan(args, sampled)
 
     server, states = {"round": 0}, {}
+    pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
     if config:
         folder_.restore(config, net, server, states)
     else:
         folder_.create(workers, threads)
-    pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
     say(f"{args.out}: {len(parts)} clients of {sizes[0]} to {sizes[-1]} samples, {sampled} a round; "
         f"{sum(p.numel() for p in net.parameters()):,} parameters; {workers or 'auto'} worker(s) on {args.device}")
     bar = tqdm(total=args.rounds * sampled, initial=server["round"] * sampled, unit="client", disable=args.quiet or None)
@@ -1333,6 +1389,9 @@ def _run(args, script, local_update, aggregate):
             server["round"] += 1
             row = _round(args, net, data, parts, server, states, pool, local_update, aggregate, sampled, folder_, bar)
             accuracy = "" if row["test_acc"] is None else f"  acc {row['test_acc']:5.2f}%  test loss {row['test_loss']:.4f}"
+            if not workers:  # settled in the first round
+                folder_.config["workers"] = workers = len(pool.workers)
+                folder_.write_config()
             say(f"round {row['round']:3d}/{args.rounds}{accuracy}  train loss {row['train_loss']:.4f}  "
                 f"{row['samples_per_s']:,.0f} samples/s")
     save(net.state_dict(), folder_.out / "model.pt")
@@ -1345,8 +1404,8 @@ def _run(args, script, local_update, aggregate):
 def _set_up(args):
     """Precision and determinism of the process; returns the device."""
     device = torch.device(args.device)
-    fp32 = "ieee" if args.precision == "fp32" else "tf32"
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = fp32
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # Gram matrices and power iterations need it, also in backward
+    torch.backends.cudnn.conv.fp32_precision = "ieee" if args.precision == "fp32" else "tf32"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -1362,8 +1421,9 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
     t, last = server["round"], server["round"] == args.rounds
     chosen = sorted(keyed("sample", args.seed, t).choice(len(parts), sampled, replace=False).tolist())
     clients = [Client(k, parts[k], states.get(k, {})) for k in chosen]
-    shares = np.array([1 if args.weighting == "uniform" else n // args.batch_size * args.batch_size if args.drop_last else n
-                       for n in map(len, clients)])
+    shares = np.array([n // args.batch_size * args.batch_size if args.drop_last else n for n in map(len, clients)])
+    if args.weighting == "uniform":
+        shares = np.minimum(shares, 1)  # without training, no weight
     if shares.sum() == 0:
         raise UserError(f"--drop-last: no client sampled in round {t} has the {args.batch_size} samples of a batch")
     alphas = (shares / shares.sum()).tolist()
@@ -1394,8 +1454,9 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
     aggregate(net, uploads(), server, args)
     for client, (_, finite, _, _) in zip(clients, seen):
         if not finite:
-            raise FloatingPointError(f"round {t}, client {client.id}: the local model holds NaN or infinity; the checkpoint in "
-                                     f"{args.out} is of an earlier round and is kept; a smaller --lr or a --clip may help")
+            kept = f"; {args.out} keeps the checkpoint of an earlier round" if t > args.checkpoint_every else ""
+            raise FloatingPointError(f"round {t}, client {client.id}: the local model holds NaN or infinity{kept}; "
+                                     "a smaller --lr or a --clip may help")
     trained = time.perf_counter()
     accuracy, loss = evaluate(net, data, args, pool.map) if last or t % args.eval_every == 0 else (None, None)
     evaluated = time.perf_counter()
@@ -1406,7 +1467,7 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
         save(net.state_dict(), folder_.out / "best.pt")
     row = {"round": t, "test_acc": accuracy, "test_loss": loss,
            "train_loss": sum(float(loss) * n for loss, _, n, _ in seen) / max(1, samples),
-           "lr": args.lr * args.lr_decay ** (t - 1), "clients": chosen, "samples": samples,
+           "lr": learning_rate(args, t), "clients": chosen, "samples": samples,
            "seconds": {"train": waited, "aggregate": trained - start - waited, "evaluate": evaluated - trained},
            "samples_per_s": samples / waited, "bytes_down": sampled * nbytes(weights), "bytes_up": sum(b for *_, b in seen),
            "peak_memory": _peak_memory(pool.device), **summary(history)}

@@ -34,12 +34,14 @@ def transmitting_matrix(h_in, h_out):
 
 def spectral_norm(t, iterations=10):
     """Largest singular value, (batch,), of each matrix of t, (batch, rows, columns): power iteration on T T' from ones."""
+    scale = t.detach().abs().amax((1, 2), keepdim=True).clamp(min=1e-30)  # so that no square over- or underflows
+    t = t / scale
     v = t.new_ones(*t.shape[:2], 1)  # (batch, rows, 1)
     for _ in range(iterations):
         v = t @ (t.transpose(1, 2) @ v)
         norm = v.square().sum(1, keepdim=True).clamp(min=1e-30).sqrt()  # dead features: a matrix of zeros
         v = v / norm
-    return norm.flatten().sqrt()  # the last norm is lambda_max(T T')
+    return (scale * norm.sqrt()).flatten()  # the last norm is lambda_max(T T')
 
 
 def local_update(worker, client, server, args):
@@ -50,9 +52,8 @@ def local_update(worker, client, server, args):
     def lipschitz_loss(h, f):  # (batch, c_in, ., .), (batch, c_out, H, W); no gradient reaches either
         h_s = h[:, :common.make_divisible(h.shape[1], args.width)]
         f_s = common.at_width(block, h_s, args.width)
-        with common.full_precision(h.device):
-            k_f = spectral_norm(transmitting_matrix(h.float(), f.float()))
-            k_s = spectral_norm(transmitting_matrix((h if args.lip_input == "full" else h_s).float(), f_s.float()))
+        k_f = spectral_norm(transmitting_matrix(h, f))
+        k_s = spectral_norm(transmitting_matrix(h if args.lip_input == "full" else h_s, f_s))
         return F.mse_loss(k_s, k_f)
 
     def step(x, y):

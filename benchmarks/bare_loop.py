@@ -52,6 +52,8 @@ def main(argv=None):
     parser.add_argument("--repeats", type=common.number(int, 1), default=5, help="times that each loop is measured")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none", device="cpu")
     args = parser.parse_args(argv)
+    if args.device != "cpu":
+        parser.error("argument --device: this benchmark is for the CPU")
     shape = (3, args.image_size or 32, args.image_size or 32)
     draw = torch.Generator().manual_seed(args.seed)
     x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)

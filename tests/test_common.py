@@ -116,7 +116,7 @@ def test_natural_partition_covers_the_chosen_writers():
         common.natural_partition(writers, 5, 0)
 
 
-@pytest.mark.parametrize("text", ["{0: [0, 3], 1: [2, 1]}", "{0: {0, 3}, 1: {2, 1}}", '{"0": [0, 3], "1": [2, 1]}', "[[0, 3], [2, 1]]"])
+@pytest.mark.parametrize("text", ["{0: [0, 3], 1: [2, 1]}", "{0: {0, 3}, 1: {2, 1}}", '{"0": [0, 3], "1": [2, 1]}', "[[0, 3], [2, 1]]", '{"1": [2, 1], "0": [0, 3]}'])
 def test_file_partition(tmp_path, text):
     (tmp_path / "split").write_text(text)
     assert [sorted(p.tolist()) for p in common.file_partition(tmp_path / "split", 4, 2)] == [[0, 3], [1, 2]]
@@ -125,7 +125,7 @@ def test_file_partition(tmp_path, text):
 @pytest.mark.parametrize("text, message", [
     ("{0: [0, 3], 1: [2]}", "leaves out 1 of 4"), ("{0: [0, 3], 1: [2, 4]}", "client 1 .* 0 to 3"), ("{0: [0, 3], 1: [2, -1]}", "client 1"),
     ("{0: [0, 3], 1: [2, 0]}", "client 1 .* before"), ("{0: [0, 1, 2, 3]}", "--clients 1"), ("__import__('os')", "neither"),
-    ("{0: [0, 3], 1: [2, 1", "neither"), ("{0: 3, 1: 4}", "list of indices"), ("7", "list of indices"), ("[[0, 3], [2, true]]", "client 1")])
+    ("{0: [0, 3], 1: [2, 1", "neither"), ("{0: 3, 1: 4}", "list of indices"), ("7", "list of indices"), ("{[1]: [0]}", "neither"), ("[" * 9999, "neither"), ('{"a": [0, 3], "b": [1, 2]}', "numbers"), ("[[0, 3], [2, true]]", "client 1")])
 def test_file_partition_refuses(tmp_path, text, message):
     (tmp_path / "split").write_text(text)
     with pytest.raises(common.UserError, match=message):
@@ -135,7 +135,11 @@ def test_file_partition_refuses(tmp_path, text, message):
 # --- data
 
 
+SIZES = common.GLYPHS  # before the tests shrink them
+
+
 def test_glyphs_follow_the_seed_and_have_writers():
+    assert SIZES == (20_000, 4_000)
     a, again, other = common._glyphs.__wrapped__((600, 200), 0), common._glyphs.__wrapped__((600, 200), 0), common.glyphs(seed=1)
     assert a.x.shape == (600, 3, 32, 32) and a.x_test.shape == (200, 3, 32, 32) and a.x.dtype == torch.uint8 and a.classes == 62
     assert torch.equal(a.x, again.x) and torch.equal(a.y_test, again.y_test) and not torch.equal(a.x, other.x)
@@ -210,7 +214,11 @@ def test_folder_decodes_once_and_again_when_a_file_changes(tmp_path, monkeypatch
 
 
 def test_folder_keeps_grey_images_grey(tmp_path):
-    assert common.folder(make_folder(tmp_path, mode="L")).x.shape == (6, 1, 12, 12)
+    root = make_folder(tmp_path, mode="L")
+    assert common.folder(root).x.shape == (6, 1, 12, 12)
+    Image.fromarray(np.full((12, 12, 3), (1, 2, 3), np.uint8)).save(root / "train/bee/2.png")
+    data = common.folder(root)  # one in colour: all are read so
+    assert data.x.shape == (6, 3, 12, 12) and data.x[5, :, 0, 0].tolist() == [1, 2, 3] and (data.x[0, 0] == data.x[0, 2]).all()
 
 
 def test_torchvision_layouts(monkeypatch, tmp_path):
@@ -463,6 +471,42 @@ def test_metrics(tmp_path):
     sizes = np.array([len(p) for p in common.partition(common.glyphs(), flags())])
     expected = sum(n / 600 * c["classifier.weight"].double() for n, c in zip(sizes, clients))
     assert torch.allclose(net[-1].weight.double(), expected, atol=1e-6)  # what was saved is what was averaged, by sample counts
+
+
+def test_uniform_weights_skip_clients_without_training(tmp_path):
+    """--drop-last with batches larger than the smallest client: it is not trained and has no weight, whatever the weighting."""
+    sizes = np.array([len(p) for p in common.partition(common.glyphs(), flags())])
+    size, seen = int(sizes.min()) + 1, []
+
+    def aggregate(net, uploads, server, args):
+        uploads = list(uploads)
+        seen.extend(u.weight for u in uploads)
+        common.average(net, uploads, server, args)
+
+    common.run(flags("--out", str(tmp_path / "run"), "--drop-last", "--batch-size", str(size), "--weighting", "uniform"), fedavg.local_update, aggregate)
+    assert seen[:4] == [pytest.approx((n >= size) / (sizes >= size).sum()) for n in sizes]
+
+
+def test_bf16_is_for_blocks_alone():
+    """The logits, and what a method computes from them, are fp32; gradients outside of blocks are exact."""
+    worker, data, _ = tiny_worker("--precision", "bf16")
+    plain, x = common.build_net("cnn", 62), data.normalise(data.x[:8])
+    plain.load_state_dict(worker.net.state_dict())
+    out = worker.net(x)
+    assert out.dtype == torch.float32 and torch.equal(out, out.bfloat16().float()) and torch.allclose(out, plain(x), atol=0.02)
+    assert worker.net[:-1](x).dtype == common.at_width(worker.net[1], worker.net[0](x)[:, :8], 0.25).dtype == torch.float32
+    frozen = worker.frozen("glob")
+    assert torch.equal(frozen(x), out) and frozen[0].forward is not worker.net[0].forward
+    seen = []
+    worker._step(lambda x, y: seen.append(torch.is_autocast_enabled("cpu")) or worker.net(x).mean(), 8)
+    assert seen == [False]
+
+
+def test_device_flag(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [flags("--device", d).device for d in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:0", "cuda:0", "cuda:1", "cpu"]
+    assert torch.device(flags().device).index == 0
 
 
 @pytest.mark.parametrize("argv, shares", [((), None), (("--weighting", "uniform"), [1 / 4] * 4), (("--drop-last",), "batches")])

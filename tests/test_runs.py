@@ -38,23 +38,29 @@ def start(name, *argv):
     return subprocess.Popen([sys.executable, "-c", code, *argv], cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
 
 
+def rounds_in(out):
+    return len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_resume_after_kill(tmp_path, name):
-    """SIGKILL at a random moment, twice, then --resume: the run equals an uninterrupted one bit for bit."""
-    flags = [*TINY, "--rounds", "6", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
+    """SIGKILL at a random moment of rounds 1 to 3 and again of 3 to 6, then --resume: equal to an uncut run bit for bit."""
+    flags = [*TINY, "--rounds", "8", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     SCRIPTS[name].main([*flags, "--out", str(whole)])
-    for attempt in range(2):
+    for attempt, rounds in enumerate((random.randint(1, 3), random.randint(3, 6))):
+        delay = random.uniform(0, 0.15)
+        print(f"killed {delay:.3f} s after round {rounds}")
         process = start(name, *flags, "--out", str(cut), *["--resume"] * attempt)
-        while process.poll() is None and not (cut / "metrics.jsonl").exists():
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.4))
+        while process.poll() is None and rounds_in(cut) < rounds:
+            time.sleep(0.002)
+        time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if (cut / "model.pt").exists():
-            break
+        assert not (cut / "model.pt").exists()
     assert start(name, *flags, "--out", str(cut), "--resume").wait() == 0
     assert_equal_runs(whole, cut)
+    assert not list(cut.glob("**/*.tmp"))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -107,7 +113,7 @@ def refused(capsys, argv, *words, script=fedavg, code=2):
     with pytest.raises(SystemExit) as stop:
         script.main(argv)
     out, err = capsys.readouterr()
-    assert stop.value.code == code and len(err.splitlines()) == 1 and "error:" in err and out == "", err
+    assert "Traceback" not in err and stop.value.code == code and len(err.splitlines()) == 1 and "error:" in err and out == "", err
     assert all(word in err for word in words), err
 
 
@@ -116,7 +122,8 @@ def refused(capsys, argv, *words, script=fedavg, code=2):
     (["--alpha", "0"], ["--alpha", "above 0"]), (["--alpha", "nan"], ["--alpha", "nan"]), (["--rounds", "-1"], ["--rounds", "-1"]),
     (["--rounds", "2.5"], ["--rounds", "integer"]), (["--dataset", "cifar11"], ["--dataset", "cifar11", "glyphs"]), (["--lr", "inf"], ["--lr"]),
     (["--augment", "crop,spin"], ["--augment", "rotateDEGREES"]), (["--workers", "many"], ["--workers"]), (["--nonsense"], ["--nonsense"]),
-    (["--model", "vit"], ["--model", "resnet56"]), (["--device", "tpu"], ["--device", "cuda"]), (["--similarity", "101"], ["--similarity", "100"]),
+    (["--model", "vit"], ["--model", "resnet56"]), (["--device", "tpu"], ["--device", "cuda"]), (["--rounds", "9" * 400], ["--rounds", "at most"]),
+    (["--model", "resnet18", "--batch-size", "1"], ["--batch-size", "batch norm"]), (["--seed", "-1"], ["--seed"]), (["--similarity", "101"], ["--similarity", "100"]),
     (["--split-file", "x"], ["--split-file", "--partition file"]), (["--partition", "file"], ["--split-file"]), (["--resume"], ["--resume", "--out"]),
     (["--clients", "61"], ["600", "61", "--clients"]), (["--alpha", "0.001", "--clients", "55"], ["1000 draws", "--alpha"]),
     (["--partition", "file", "--split-file", "/nonexistent"], ["--split-file /nonexistent"]), (["--partition", "natural"], ["writers"]),
@@ -156,6 +163,9 @@ def test_bad_images(tmp_path, capsys):
     make_folder(tmp_path / "classes", (32, 32))
     (tmp_path / "classes/test/bee").rename(tmp_path / "classes/test/cow")
     refuse(tmp_path / "classes", "bee", "classes")
+    make_folder(tmp_path / "deep", (32, 32))
+    Image.fromarray(np.zeros((32, 32), np.uint16)).save(tmp_path / "deep/train/ape/0.png")
+    refuse(tmp_path / "deep", "ape/0.png", "8 bits")
     refuse(make_folder(tmp_path / "wide", (32, 24)), "32x24", "--image-size")
 
 
@@ -198,11 +208,26 @@ def test_bad_checkpoints(tmp_path, capsys):
         refused(capsys, resume, "checkpoint.pt")
         assert (out / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "pwned").exists()
+    rows, config = (out / "metrics.jsonl").read_bytes(), (out / "config.json").read_text()
+    fedavg.main([*TINY, "--seed", "5", "--out", str(tmp_path / "other")])
+    (out / "checkpoint.pt").write_bytes((tmp_path / "other" / "checkpoint.pt").read_bytes())
+    refused(capsys, resume, "checkpoint.pt", "another run", "5 for --seed")
+    (out / "checkpoint.pt").unlink()
+    refused(capsys, resume, "checkpoint.pt", "missing")
+    assert (out / "metrics.jsonl").read_bytes() == rows
     (out / "checkpoint.pt").write_bytes(good)
-    (out / "metrics.jsonl").write_text("")
-    refused(capsys, resume, "metrics.jsonl", "damaged")
-    (out / "config.json").write_text("{")
-    refused(capsys, resume, "config.json")
+    for damaged in (b"", b"5\n5\n", b"\xff\xfe\n" + rows, rows.replace(b"test_acc", b"acc"), rows.replace(b'"round": 1', b'"round": 7')):
+        (out / "metrics.jsonl").write_bytes(damaged)
+        refused(capsys, resume, "metrics.jsonl", "damaged")
+    (out / "metrics.jsonl").write_bytes(rows)
+    for damaged, word in (("{", "config.json"), ("[]", "config.json"), (config.replace('"threads"', '"thread"'), "config.json"),
+                          (config.replace('"cnn"', '"vit"'), "--model"), (config.replace('"clients": 4', '"clients": 0'), "--clients"),
+                          (config.replace('"clients": 4', '"clients": 5'), "--clients")):
+        assert damaged != config
+        (out / "config.json").write_text(damaged)
+        refused(capsys, resume, word)
+    (out / "config.json").write_text(config)
+    fedavg.main(resume)
 
 
 def test_divergence_names_round_and_client(tmp_path, capsys):
@@ -223,13 +248,15 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
     err = capsys.readouterr().err
     assert stop.value.code == 1 and len(err.splitlines()) == 1 and "round 2, client 2" in err
     assert (out / "checkpoint.pt").read_bytes() == good and len(rows_of(out)) == 1
+    assert "keeps the checkpoint" in err
 
 
-def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
-    def full(fd):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fsync", full)
-    refused(capsys, [*TINY, "--out", str(tmp_path / "run")], "No space left")
+def test_full_disk_is_one_line(tmp_path):
+    """No file may grow beyond 300 kB here, which is how a full disk looks from inside; the first checkpoint has 600."""
+    code = ("import common, resource, signal, sys; common.GLYPHS = (600, 200); import fedavg; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); fedavg.main(sys.argv[1:])")
+    done = subprocess.run([sys.executable, "-c", code, *TINY, "--out", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "too large" in done.stderr, done.stderr
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
