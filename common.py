@@ -9,6 +9,8 @@ A method script hands run() one generator function, and the engine calls it for 
         ...                     # worker.net holds the local weights w_k
         return message          # dict of tensors uploaded beside the weights; may be left out
 
+client.download(tensors) counts what a client receives beside the model.
+
 The one rule: whatever step reads besides x and y lives in tensors obtained from the worker (its net, worker.frozen(),
 worker.pin()), whose storage is refreshed in place for each client, and step takes no decision that differs between
 clients or rounds. On a GPU the step of a worker's first client is captured as a CUDA graph and replayed for all others.
@@ -88,6 +90,10 @@ class Parser(argparse.ArgumentParser):
             self.error("argument --split-file: needed by --partition file")
         if args.split_file and args.partition != "file":
             self.error("argument --split-file: only read by --partition file")
+        if args.server_lr is None:
+            args.server_lr = 0.01 if args.server == "adam" else 1.0
+        if args.server_momentum is None:
+            args.server_momentum = 0.9 if args.server == "adam" else 0.4
         return args
 
     def _resumed(self, argv, out):
@@ -109,6 +115,7 @@ class Parser(argparse.ArgumentParser):
             value, option = flags.get(action.dest), action.option_strings[-1 if flags.get(action.dest) is False else 0]
             if value is None or action.dest in ("out", "resume") or value is False and not option.startswith("--no-"):
                 continue
+            value = ",".join(map(str, value)) if isinstance(value, list) else value
             yield option if isinstance(value, bool) else f"{option}={value}"
 
 
@@ -135,6 +142,11 @@ def number(kind, low, high=None, open_low=False):
             raise argparse.ArgumentTypeError(f"must be {kind_} {lower} {low}{upper}, not {text[:40]!r}")
         return value
     return parse
+
+
+def integers(low, high=None):
+    """An argparse type: integers in [low, high], separated by commas."""
+    return lambda text: [number(int, low, high)(word) for word in text.split(",")]
 
 
 def _augment(text):
@@ -197,6 +209,11 @@ def flags(doc):
     add("--sample", type=number(float, 0, 1, open_low=True), default=1.0, help="fraction of clients sampled each round")
     add("--rounds", type=number(int, 1), default=25, help="communication rounds")
     add("--weighting", default="samples", choices=["samples", "uniform"], help="weights of the average of the clients' models")
+    add("--server", default="avg", choices=["avg", "avgm", "adam"], help="server optimizer: none, FedAvgM, FedADAM")
+    add("--server-lr", type=number(float, 0, open_low=True), help="server learning rate; without it 1, for adam 0.01")
+    add("--server-momentum", type=number(float, 0, 1), help="momentum of avgm, beta1 of adam; without it 0.4 and 0.9")
+    add("--server-beta2", type=number(float, 0, 1), default=0.99, help="beta2 of adam")
+    add("--server-tau", type=number(float, 0, open_low=True), default=1e-3, help="tau of adam, added to the root of v")
 
     add = parser.add_argument_group("local training").add_argument
     add("--epochs", type=number(int, 1), default=20, help="local epochs a round")
@@ -206,7 +223,7 @@ def flags(doc):
         help="leave the last short batch out of each epoch, and out of the client's weight (FedAlign's code)")
     add("--lr", type=number(float, 0, open_low=True), default=0.01, help="learning rate")
     add("--lr-decay", type=number(float, 0, open_low=True), default=1.0, help="factor on the learning rate after each round")
-    add("--momentum", type=number(float, 0, 1), default=0.9, help="SGD momentum")
+    add("--momentum", type=number(float, 0, 0.9999), default=0.9, help="SGD momentum")
     add("--nesterov", action=argparse.BooleanOptionalAction, default=True, help="Nesterov momentum")
     add("--weight-decay", type=number(float, 0), default=1e-4, help="weight of the L2 penalty, in the optimizer")
     add("--clip", type=number(float, 0), default=0.0, metavar="NORM", help="clip the gradient norm; 0 is off")
@@ -802,9 +819,21 @@ class Client:
     id: int
     index: np.ndarray
     state: dict
+    bytes_down: int = 0  # received and sent beside the model
+    bytes_up: int = 0
 
     def __len__(self):
         return len(self.index)
+
+    def upload(self, tree):
+        """As download, for what a second synchronisation sends."""
+        self.bytes_up += nbytes(tree)
+        return tree
+
+    def download(self, tree):
+        """tree (tensors, or lists and dicts of them), counted as received from the server beside the model."""
+        self.bytes_down += nbytes(tree)
+        return tree
 
 
 @dataclasses.dataclass
@@ -912,8 +941,9 @@ class Worker:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.augment, self.batch_norm = resolve_augment(args), has_batch_norm(net)
         self.t = torch.zeros(1, dtype=torch.long, device=self.device)  # the step within the client's round
+        self.draws = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # summed over samples
-        self.pins, self.nets, self.graph, self.step = {}, {}, None, None
+        self.pins, self.nets, self.graphs, self.step, self.steps = {}, {}, {}, None, steps
         # host-drawn random numbers of a client's round: one row a step, read through t
         self.tables = {name: torch.from_numpy(row).new_zeros(steps, *row.shape[1:], device=self.device)
                        for name, row in self._draw(np.zeros(1, np.int64), 1, keyed("shapes")).items()}
@@ -938,6 +968,28 @@ class Worker:
         _load(self.nets[name], self.net.state_dict() if weights is None else weights)
         return self.nets[name]
 
+    def keyed(self, name):
+        """A numpy Generator of this client's round for the method's own draws; each name has its own stream."""
+        return keyed(name, *self.key)
+
+    def draw(self, name, f):
+        """Random numbers of the client's round: f(rng, steps) returns an array with one row a step, row(name) is the current
+        one. The stream of each name is its own, so methods share clients, batches and augmentation."""
+        rows = torch.from_numpy(np.ascontiguousarray(f(self.keyed(name), max(1, len(self.sizes)))))
+        if name not in self.draws:
+            self.draws[name] = rows.new_zeros(self.steps, *rows.shape[1:], device=self.device)
+        self._fill(self.draws[name], rows)
+
+    def row(self, name):
+        return self.draws[name].index_select(0, self.t)[0]
+
+    @torch.no_grad()
+    def batches(self, client):
+        """(x, y) over all samples of the client in order, not augmented, outside training."""
+        for index in torch.from_numpy(client.index).to(self.device).split(500):
+            x = self.data.normalise(self.data.x[index]).contiguous(memory_format=torch.channels_last)
+            yield x, self.data.y[index]
+
     # --- one client's round
 
     def round(self, client, server, weights, alpha, local_update):
@@ -952,12 +1004,13 @@ class Worker:
         on_stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for size in sizes:
+        for i, size in enumerate(sizes):
+            self.shape = self.shapes[i] if self.shapes else None
             with on_stream:
-                if self.stream and args.graph and size == args.batch_size:
-                    if self.graph is None:
+                if self._graphed(size):
+                    if self.shape not in self.graphs:
                         self._capture(step)
-                    self.graph.replay()
+                    self.graphs[self.shape].replay()
                 else:
                     self._step(step, size)
             yield
@@ -989,9 +1042,12 @@ class Worker:
             group["lr"].fill_(lr) if torch.is_tensor(group["lr"]) else group.update(lr=lr)
         self.t.zero_()
         self.loss.zero_()
-        for name, rows in self._draw(client.index, len(sizes), keyed("batches", args.seed, server["round"], client.id)).items():
-            rows = torch.from_numpy(rows)
-            self.tables[name][:len(rows)].copy_(rows.pin_memory() if self.stream else rows, non_blocking=True)
+        self.sizes, self.key, self.shapes, self.lr = sizes, (args.seed, server["round"], client.id), None, lr
+        for name, rows in self._draw(client.index, len(sizes), keyed("batches", *self.key)).items():
+            self._fill(self.tables[name], torch.from_numpy(rows))
+
+    def _fill(self, table, rows):
+        table[:len(rows)].copy_(rows.pin_memory() if self.stream else rows, non_blocking=True)
 
     def _momentum(self):
         return [state["momentum_buffer"] for state in self.opt.state.values() if "momentum_buffer" in state]
@@ -1013,6 +1069,11 @@ class Worker:
         self.loss.add_(loss.detach(), alpha=size)
         self.t.add_(1)
 
+    def _graphed(self, size):
+        """Whether this batch replays a graph: a full one, of a shape that has a graph or may have one of at most 64."""
+        known = self.shape in self.graphs or len(self.graphs) < 64
+        return self.stream and self.args.graph and size == self.args.batch_size and known
+
     def _capture(self, step):
         """Record one step on a full batch as a CUDA graph. Warm-up moves weights, statistics and momentum, so they are put
         back; a step writes to nothing else."""
@@ -1022,10 +1083,13 @@ class Worker:
             self.t.zero_()
             self._step(step, self.args.batch_size)
         self.t.zero_()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
+        graph = self.graphs[self.shape] = torch.cuda.CUDAGraph()
+        # graphs of a worker run one at a time and leave nothing behind in their memory, so they share it
+        pool = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
+        with torch.cuda.graph(graph, pool, stream=self.stream):
             self._step(step, self.args.batch_size)
-        torch._foreach_copy_(moved, before)
+        for tensor, value in zip(moved, before):
+            tensor.copy_(value)
 
 
 def _load(net, weights):
@@ -1129,11 +1193,31 @@ class Pool:
 @torch.no_grad()
 def average(net, uploads, server, args):
     """FedAvg's server: w <- sum_k alpha_k w_k over parameters and batch-norm statistics, summed in fp32 in the order of the
-    uploads. Integer counters, which no computation reads, are those of the last upload."""
+    uploads, and a step of the server optimizer from w towards it. Integer counters, which no computation reads, are those
+    of the last upload."""
     mean = {k: torch.zeros_like(v) for k, v in net.state_dict().items() if v.is_floating_point()}
     for upload in uploads:
         torch._foreach_add_(list(mean.values()), [upload.weights[k] for k in mean], alpha=upload.weight)
-    _load(net, {**upload.weights, **mean})
+    _load(net, {**upload.weights, **mean, **server_step(dict(net.named_parameters()), mean, server, args)})
+
+
+def server_step(w, mean, server, args):
+    """The parameters after one step of --server from w along Delta = mean - w; batch-norm statistics have no step.
+    avg: w + lr Delta.   avgm (FedAvgM, Hsu et al. 2019): m <- beta m + Delta, w + lr m.
+    adam (FedADAM, Reddi et al., ICLR 2021, Algorithm 2): m <- beta1 m + (1 - beta1) Delta, v <- beta2 v + (1 - beta2) Delta^2,
+    w + lr m / (sqrt(v) + tau), v starting at tau^2, without bias correction."""
+    lr, beta = args.server_lr, args.server_momentum
+    if args.server == "avg":
+        return {k: mean[k] for k in w} if lr == 1 else {k: v + lr * (mean[k] - v) for k, v in w.items()}
+    adam = args.server == "adam"
+    m = server.setdefault("m", {k: torch.zeros_like(v) for k, v in w.items()})
+    v = server.setdefault("v", {k: torch.full_like(x, args.server_tau**2) for k, x in w.items()}) if adam else {}
+    for k in w:
+        delta = mean[k] - w[k]
+        m[k].mul_(beta).add_(delta, alpha=1 - beta if adam else 1)
+        if adam:
+            v[k].mul_(args.server_beta2).addcmul_(delta, delta, value=1 - args.server_beta2)
+    return {k: w[k] + lr * (m[k] / (v[k].sqrt() + args.server_tau) if adam else m[k]) for k in w}
 
 
 @torch.no_grad()
@@ -1328,14 +1412,16 @@ def summary(accuracies):
 # The round loop
 # ----------------------------------------------------------------------------------------------------------------------
 
-def run(args, local_update, aggregate=average):
+def run(args, local_update, aggregate=average, after_round=None, adapt=None):
     """Federated training as args say, in a run folder. local_update: see the top of this file. aggregate(net, uploads,
     server, args): enters with the old global weights in net and an iterator of Uploads, trained while it is read; leaves
     with the new weights in net. server: a dict for what the server keeps between rounds; server["round"] counts from 1.
+    after_round(worker, clients, server, args): a second synchronisation; worker.net holds the new global weights, in eval
+    mode. server["report"], a dict, is added to the round's row. adapt(net, args): changes the network before it is copied.
     Returns the global network and the rows of metrics.jsonl. Exits with one line and code 2 for a user's mistake."""
     script = pathlib.Path(local_update.__code__.co_filename).stem
     try:
-        return _run(args, script, local_update, aggregate)
+        return _run(args, script, local_update, aggregate, after_round, adapt)
     except (UserError, OSError) as e:
         message, code = str(e), 2
     except FloatingPointError as e:
@@ -1351,7 +1437,7 @@ def run(args, local_update, aggregate=average):
     raise SystemExit(code)
 
 
-def _run(args, script, local_update, aggregate):
+def _run(args, script, local_update, aggregate, after_round, adapt):
     args.out = args.out or f"runs/{script}-{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder_ = Run(args.out, script, args)
     config = folder_.check()
@@ -1364,6 +1450,8 @@ def _run(args, script, local_update, aggregate):
     parts = partition(data, args)
     torch.manual_seed(args.seed)
     net = build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection)
+    if adapt:
+        adapt(net, args)
     net, data = net.to(device, memory_format=torch.channels_last).eval(), data.to(device)
     sizes, batch_norm = sorted(map(len, parts)), has_batch_norm(net)
     if batch_norm and min(sizes[0], args.batch_size) == 1:
@@ -1372,7 +1460,7 @@ def _run(args, script, local_update, aggregate):
     steps = max(len(batch_sizes(n, args, batch_norm)) for n in set(sizes))
     if steps == 0:
         raise UserError(f"--drop-last: no client has the {args.batch_size} samples of a batch")
-    sampled = max(1, int(args.clients * args.sample + 0.5))
+    sampled = sampled_clients(args)
     workers, threads = (config["workers"], config["threads"]) if config else Pool.plan(args, sampled)
 
     server, states = {"round": 0}, {}
@@ -1387,7 +1475,7 @@ def _run(args, script, local_update, aggregate):
     with contextlib.closing(pool), bar:
         while server["round"] < args.rounds:
             server["round"] += 1
-            row = _round(args, net, data, parts, server, states, pool, local_update, aggregate, sampled, folder_, bar)
+            row = _round(args, net, data, parts, server, states, pool, local_update, aggregate, after_round, folder_, bar)
             accuracy = "" if row["test_acc"] is None else f"  acc {row['test_acc']:5.2f}%  test loss {row['test_loss']:.4f}"
             if not workers:  # settled in the first round
                 folder_.config["workers"] = workers = len(pool.workers)
@@ -1399,6 +1487,11 @@ def _run(args, script, local_update, aggregate):
     say("accuracy: last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%, "
         "last five {acc_last5_mean:.2f} +- {acc_last5_std:.2f}%".format(**last))
     return net, folder_.rows
+
+
+def sampled_clients(args):
+    """How many clients take part in a round."""
+    return max(1, int(args.clients * args.sample + 0.5))
 
 
 def _set_up(args):
@@ -1416,10 +1509,11 @@ def _set_up(args):
     return device
 
 
-def _round(args, net, data, parts, server, states, pool, local_update, aggregate, sampled, folder_, bar):
+def _round(args, net, data, parts, server, states, pool, local_update, aggregate, after_round, folder_, bar):
     """One communication round; returns its row of metrics.jsonl."""
-    t, last = server["round"], server["round"] == args.rounds
+    t, last, sampled = server["round"], server["round"] == args.rounds, sampled_clients(args)
     chosen = sorted(keyed("sample", args.seed, t).choice(len(parts), sampled, replace=False).tolist())
+    server["clients"] = chosen
     clients = [Client(k, parts[k], states.get(k, {})) for k in chosen]
     shares = np.array([n // args.batch_size * args.batch_size if args.drop_last else n for n in map(len, clients)])
     if args.weighting == "uniform":
@@ -1457,6 +1551,13 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
             kept = f"; {args.out} keeps the checkpoint of an earlier round" if t > args.checkpoint_every else ""
             raise FloatingPointError(f"round {t}, client {client.id}: the local model holds NaN or infinity{kept}; "
                                      "a smaller --lr or a --clip may help")
+    aggregated = time.perf_counter()
+    if after_round:
+        worker = pool.workers[0]
+        _load(worker.net.eval(), net.state_dict())
+        after_round(worker, clients, server, args)
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)
     trained = time.perf_counter()
     accuracy, loss = evaluate(net, data, args, pool.map) if last or t % args.eval_every == 0 else (None, None)
     evaluated = time.perf_counter()
@@ -1468,9 +1569,13 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
     row = {"round": t, "test_acc": accuracy, "test_loss": loss,
            "train_loss": sum(float(loss) * n for loss, _, n, _ in seen) / max(1, samples),
            "lr": learning_rate(args, t), "clients": chosen, "samples": samples,
-           "seconds": {"train": waited, "aggregate": trained - start - waited, "evaluate": evaluated - trained},
-           "samples_per_s": samples / waited, "bytes_down": sampled * nbytes(weights), "bytes_up": sum(b for *_, b in seen),
-           "peak_memory": _peak_memory(pool.device), **summary(history)}
+           "seconds": {"train": waited, "aggregate": aggregated - start - waited, "evaluate": evaluated - trained},
+           "samples_per_s": samples / waited,
+           "bytes_down": sampled * nbytes(weights) + sum(client.bytes_down for client in clients),
+           "bytes_up": sum(b for *_, b in seen) + sum(client.bytes_up for client in clients),
+           "peak_memory": _peak_memory(pool.device), **summary(history), **server.pop("report", {})}
+    if after_round:
+        row["seconds"]["synchronise"] = trained - aggregated
     folder_.append(row)
     if last or t % args.checkpoint_every == 0:
         folder_.checkpoint(net, server, states)
