@@ -1,0 +1,61 @@
+"""MOON: Model-Contrastive Federated Learning
+Li, He, Song. CVPR 2021. https://arxiv.org/abs/2103.16257
+
+FedAvg with a contrastive term that pulls a client's features z towards those of the global model, z_glob, and away from
+those of its own model of the last round it took part in, z_prev, on the same batch:
+    L = CE + mu l_con                                                              (Eq. 4)
+    l_con = -log[exp(cos(z, z_glob)/tau) / (exp(cos(z, z_glob)/tau) + exp(cos(z, z_prev)/tau))]     (Eq. 3)
+z: output of a projection head before the classifier, which works on it too. The term is 0 until a client has a last round.
+
+State: each client keeps its last model. Bytes per client and round: the model down, the model up.
+The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in train mode.
+cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
+
+FedAlign paper, Table 5, row MOON (55.0 +- 0.5):
+    python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --mu 1
+"""
+import torch.nn.functional as F
+
+import common
+
+
+def contrastive_loss(z, z_glob, z_prev, temperature):
+    """Eq. 3, mean over the batch of features z, z_glob, z_prev, each (batch, width)."""
+    towards, away = F.cosine_similarity(z, z_glob) / temperature, F.cosine_similarity(z, z_prev) / temperature
+    return F.softplus(away - towards).mean()  # -log(e^t / (e^t + e^a)) = log(1 + e^(a - t))
+
+
+def local_update(worker, client, server, args):
+    net, opt = worker.net, worker.opt
+    prev = client.state.get("net")
+    known = worker.pin("known", float(prev is not None))  # 0 skips the term
+    glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
+
+    def step(x, y):
+        z = net[:-1](x)
+        out = net[-1](z)
+        loss = F.cross_entropy(out, y)
+        if args.mu:
+            loss = loss + args.mu * known * contrastive_loss(z, glob[:-1](x), prev[:-1](x), args.temperature)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    yield step
+    client.state["net"] = net.state_dict()
+
+
+def main(argv=None):
+    parser = common.flags(__doc__)
+    parser.set_defaults(projection=None)
+    parser.add_argument("--mu", type=common.number(float, 0), default=1.0, help="weight of the contrastive term; 0 is FedAvg")
+    parser.add_argument("--temperature", type=common.number(float, 0, open_low=True), default=0.5, help="tau")
+    args = parser.parse_args(argv)
+    if args.projection is None:
+        args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256
+    return common.run(args, local_update)
+
+
+if __name__ == "__main__":
+    main()
