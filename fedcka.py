@@ -1,0 +1,102 @@
+"""FedCKA: Cross-Layer Similarity in Federated Learning
+Son, Kim, Chung, Min. 2021. https://arxiv.org/abs/2112.00407
+
+MOON's contrast on the first M layers instead of the last, with centered kernel alignment for its similarity:
+    L = CE + mu l_cka                                                              (Eq. 1)
+    l_cka = -1/M sum_n log[e^s(a_n, g_n) / (e^s(a_n, g_n) + e^s(a_n, p_n))]        (Eq. 2)
+a_n, g_n, p_n: activations of block n in the local, the global and the client's last model on the same batch, the frozen two
+run no further than block M; s: linear CKA (Eq. 3), or another --similarity-metric. No temperature. 0 until a client has a
+last model; batches under three samples are left out (linear CKA is undefined at one and 1 at two).
+
+State: each client keeps its last model. Bytes per client and round: the model down, the model up.
+The paper gives neither the bandwidth of kernel CKA (here: the median squared distance) nor the formulas of the Frobenius
+and cosine similarities (here: minus the mean squared difference; the cosine of the flattened activations).
+
+FedCKA paper, Table 1, CIFAR-10:
+    python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
+        --lr 0.1 --weight-decay 1e-5 --augment none --mu 3
+"""
+import torch
+import torch.nn.functional as F
+
+import common
+
+
+def _centred(gram):
+    return gram - gram.mean(0, keepdim=True) - gram.mean(1, keepdim=True) + gram.mean()
+
+
+def _cka(k_a, k_b):
+    k_a, k_b = _centred(k_a), _centred(k_b)
+    return (k_a * k_b).sum() / (k_a.square().sum() * k_b.square().sum()).clamp(min=1e-30).sqrt()
+
+
+def linear_cka(a, b):
+    """Linear CKA of activations a, b, (batch, features each): ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns,
+    computed from the batch x batch Gram matrices, so that the width of the layer does not matter."""
+    return _cka(a @ a.T, b @ b.T)
+
+
+def kernel_cka(a, b):
+    """CKA with the kernel exp(-d^2 / (2 median d^2)), the median over all pairs and held constant."""
+    def gram(x):
+        squares = x.square().sum(1)
+        distances = (squares[:, None] + squares - 2 * x @ x.T).clamp(min=0)
+        return torch.exp(-distances / (2 * distances.detach().flatten().median()).clamp(min=1e-30))
+    return _cka(gram(a), gram(b))
+
+
+def squared_frobenius(a, b):
+    """Minus the mean squared difference."""
+    return -(a - b).square().mean()
+
+
+def vectorized_cosine(a, b):
+    """Cosine of the two matrices as vectors."""
+    return F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+
+
+SIMILARITIES = {"linear-cka": linear_cka, "kernel-cka": kernel_cka, "frobenius": squared_frobenius, "cosine": vectorized_cosine}
+
+
+def local_update(worker, client, server, args):
+    net, opt = worker.net, worker.opt
+    prev = client.state.get("net")
+    known = worker.pin("known", float(prev is not None))  # 0 skips the term
+    glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
+    similarity = SIMILARITIES[args.similarity_metric]
+    if args.layers >= len(net):
+        raise common.UserError(f"argument --layers: {args.model} has {len(net) - 1} blocks before its classifier")
+
+    def step(x, y):
+        a, g, p, contrast = x, x, x, 0
+        for m in range(args.layers):
+            a = net[m](a)
+            if args.mu and len(x) > 2:
+                g, p = glob[m](g), prev[m](p)
+                towards, away = (similarity(a.flatten(1), h.flatten(1)) for h in (g, p))
+                contrast = contrast + F.softplus(away - towards) / args.layers
+        out = net[args.layers:](a)
+        loss = F.cross_entropy(out, y)
+        if args.mu and len(x) > 2:
+            loss = loss + args.mu * known * contrast
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    yield step
+    client.state["net"] = net.state_dict()
+
+
+def main(argv=None):
+    parser = common.flags(__doc__)
+    parser.add_argument("--mu", type=common.number(float, 0), default=3.0, help="weight of the contrastive term; 0 is FedAvg")
+    parser.add_argument("--layers", type=common.number(int, 1), default=2, help="M, blocks from the input that are compared")
+    parser.add_argument("--similarity-metric", default="linear-cka", choices=list(SIMILARITIES), help="s")
+    args = parser.parse_args(argv)
+    return common.run(args, local_update)
+
+
+if __name__ == "__main__":
+    main()
