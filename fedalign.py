@@ -17,7 +17,6 @@ Block L is the last block with a convolution: stage 3 of ResNet56, stage 4 of Re
 FedAlign paper, Table 5, row FedAlign (56.9 +- 0.5):
     python fedalign.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --mu 0.45
 """
-import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
