@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, same
 from PIL import Image
 from test_common import make_folder
-from test_methods import METHODS, ROOT, SCRIPTS
+from test_methods import RESNET, ROOT, SCRIPTS
 
 import common
 import fedavg
@@ -42,7 +42,7 @@ def rounds_in(out):
     return len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["fedalign", "scaffold", "fedgkd", "rfedavg"])  # each sort of client and server state
 def test_resume_after_kill(tmp_path, name):
     """SIGKILL at a random moment of rounds 1 to 3 and again of 3 to 6, then --resume: equal to an uncut run bit for bit."""
     flags = [*TINY, "--rounds", "8", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
@@ -85,6 +85,16 @@ def test_resume_after_a_kill_inside_a_round(tmp_path, monkeypatch, rounds):
     monkeypatch.setattr(common, "evaluate", evaluate)
     (tmp_path / "cut" / "metrics.jsonl").open("a").write('{"round": 9, "te')  # a row that was being written
     fedavg.main(["--out", str(tmp_path / "cut"), "--resume"])  # its own flags are the defaults
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_method_resumes(tmp_path, name):
+    """Two rounds, then two more, are four, bit for bit."""
+    flags = [*TINY, "--sample", "0.5", *(RESNET if name == "stochdepth" else [])]
+    SCRIPTS[name].main([*flags, "--rounds", "4", "--out", str(tmp_path / "whole")])
+    SCRIPTS[name].main([*flags, "--rounds", "2", "--out", str(tmp_path / "cut")])
+    SCRIPTS[name].main(["--out", str(tmp_path / "cut"), "--resume", "--rounds", "4"])
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
 
