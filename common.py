@@ -776,6 +776,8 @@ def has_batch_norm(net):
 
 def make_divisible(channels, width):
     """Channels of a layer at a fraction of its width: a multiple of 8, not under 90% of the exact value, at most all."""
+    if width >= 1:
+        return channels
     exact = channels * width
     new = max(8, int(exact + 4) // 8 * 8)
     return min(channels, new + 8 if new < 0.9 * exact else new)
@@ -1551,6 +1553,8 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
             kept = f"; {args.out} keeps the checkpoint of an earlier round" if t > args.checkpoint_every else ""
             raise FloatingPointError(f"round {t}, client {client.id}: the local model holds NaN or infinity{kept}; "
                                      "a smaller --lr or a --clip may help")
+    if not torch.stack(torch._foreach_norm(list(net.parameters()))).isfinite().all():
+        raise FloatingPointError(f"round {t}: the global model holds NaN or infinity; a smaller --server-lr may help")
     aggregated = time.perf_counter()
     if after_round:
         worker = pool.workers[0]

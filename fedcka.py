@@ -1,12 +1,13 @@
-"""FedCKA: Cross-Layer Similarity in Federated Learning
+"""FedCKA: Compare Where It Matters: Using Layer-Wise Regularization to Improve Federated Learning on Heterogeneous Data
 Son, Kim, Chung, Min. 2021. https://arxiv.org/abs/2112.00407
 
 MOON's contrast on the first M layers instead of the last, with centered kernel alignment for its similarity:
     L = CE + mu l_cka                                                              (Eq. 1)
     l_cka = -1/M sum_n log[e^s(a_n, g_n) / (e^s(a_n, g_n) + e^s(a_n, p_n))]        (Eq. 2)
-a_n, g_n, p_n: activations of block n in the local, the global and the client's last model on the same batch, the frozen two
-run no further than block M; s: linear CKA (Eq. 3), or another --similarity-metric. No temperature. 0 until a client has a
-last model; batches under three samples are left out (linear CKA is undefined at one and 1 at two).
+a_n, g_n, p_n: activations of layer n in the local, the global and the client's last model on the same batch; the frozen
+two run no further than layer M. The stem counts as a layer, and so does each residual block. s: linear CKA (Eq. 3), or
+another --similarity-metric. No temperature. The term is 0 until a client has a last model; batches under three samples are
+left out (linear CKA is undefined at one and 1 at two). The equations are reconstructed from the paper's prose.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 The paper gives neither the bandwidth of kernel CKA (here: the median squared distance) nor the formulas of the Frobenius
@@ -14,7 +15,7 @@ and cosine similarities (here: minus the mean squared difference; the cosine of 
 
 FedCKA paper, Table 1, CIFAR-10:
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
-        --lr 0.1 --weight-decay 1e-5 --augment none --mu 3
+        --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none --mu 3
 """
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,9 @@ def kernel_cka(a, b):
     def gram(x):
         squares = x.square().sum(1)
         distances = (squares[:, None] + squares - 2 * x @ x.T).clamp(min=0)
-        return torch.exp(-distances / (2 * distances.detach().flatten().median()).clamp(min=1e-30))
+        ordered = distances.detach().flatten().sort().values
+        median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+        return torch.exp(-distances / (2 * median).clamp(min=1e-30))
     return _cka(gram(a), gram(b))
 
 
@@ -59,24 +62,34 @@ def vectorized_cosine(a, b):
 SIMILARITIES = {"linear-cka": linear_cka, "kernel-cka": kernel_cka, "frobenius": squared_frobenius, "cosine": vectorized_cosine}
 
 
+def layers(net):
+    """The network's blocks, with each residual block of a stage by itself."""
+    return [layer for block in net.children()
+            for layer in (block if isinstance(next(block.children(), None), common.Residual) else [block])]
+
+
+def check(net, args):
+    if args.layers > len(layers(net)):
+        raise common.UserError(f"argument --layers: {args.model} has {len(layers(net))} layers")
+
+
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     prev = client.state.get("net")
     known = worker.pin("known", float(prev is not None))  # 0 skips the term
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
     similarity = SIMILARITIES[args.similarity_metric]
-    if args.layers >= len(net):
-        raise common.UserError(f"argument --layers: {args.model} has {len(net) - 1} blocks before its classifier")
+    net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
 
     def step(x, y):
         a, g, p, contrast = x, x, x, 0
-        for m in range(args.layers):
-            a = net[m](a)
-            if args.mu and len(x) > 2:
-                g, p = glob[m](g), prev[m](p)
+        for m, layer in enumerate(net_layers):
+            a = layer(a)
+            if args.mu and len(x) > 2 and m < args.layers:
+                g, p = glob_layers[m](g), prev_layers[m](p)
                 towards, away = (similarity(a.flatten(1), h.flatten(1)) for h in (g, p))
                 contrast = contrast + F.softplus(away - towards) / args.layers
-        out = net[args.layers:](a)
+        out = a
         loss = F.cross_entropy(out, y)
         if args.mu and len(x) > 2:
             loss = loss + args.mu * known * contrast
@@ -92,10 +105,10 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--mu", type=common.number(float, 0), default=3.0, help="weight of the contrastive term; 0 is FedAvg")
-    parser.add_argument("--layers", type=common.number(int, 1), default=2, help="M, blocks from the input that are compared")
+    parser.add_argument("--layers", type=common.number(int, 1), default=2, help="M, layers from the input that are compared")
     parser.add_argument("--similarity-metric", default="linear-cka", choices=list(SIMILARITIES), help="s")
     args = parser.parse_args(argv)
-    return common.run(args, local_update)
+    return common.run(args, local_update, adapt=check)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ N: all clients; the sum and the mean, which is uniform, are over the sampled one
 State: h_k at each client, h at the server. Bytes per client and round: the model down, the model up.
 The authors' code adapts alpha to each client's size; here it is one number, as in the paper.
 
-FedMLB paper, Table 2, row FedDyn (CIFAR-100, 100 clients, 5%):
+FedMLB paper, Table 1, row FedDyn (CIFAR-100, 100 clients, 5%):
     python feddyn.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced --clients 100 --sample 0.05 \\
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --dyn-alpha 0.1

@@ -1,4 +1,4 @@
-"""FedGKD: Towards Heterogeneous Clients with Global Knowledge Distillation
+"""FedGKD: Toward Heterogeneous Federated Learning via Global Knowledge Distillation
 Yao, Pan, Dai, Wan, Ding, Yu, Jin, Xu, Sun. IEEE Transactions on Computers 2024 (arXiv 2021). https://arxiv.org/abs/2107.00051
 
 Distillation from the plain average w~ of the last M global models, the current one included:

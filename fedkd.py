@@ -24,6 +24,8 @@ import common
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     glob = worker.frozen("glob")
+    # a block before one without parameters is compared behind that one: behind the pooling
+    hints = [m for m in range(len(net) - 1) if args.hint == "features" and next(net[m + 1].parameters(), None) is not None]
     gamma = args.gamma if args.gamma is not None else {"logits": 0.2, "features": 1.0}[args.hint]
 
     def step(x, y):
@@ -32,8 +34,8 @@ def local_update(worker, client, server, args):
             h = block(h)
             if gamma:
                 teacher = glob[m](teacher)
-                if m < len(net) - 1 and args.hint == "features":
-                    hint = hint + F.mse_loss(h, teacher) / (len(net) - 1)
+                if m in hints:
+                    hint = hint + F.mse_loss(h, teacher) / len(hints)
         loss = F.cross_entropy(h, y)
         if gamma and args.hint == "features":
             loss = loss + gamma * hint
@@ -54,6 +56,8 @@ def main(argv=None):
     parser.add_argument("--gamma", type=common.number(float, 0),
                         help="weight of the distillation; 0 is FedAvg (default: 0.2 for logits, 1 for features)")
     args = parser.parse_args(argv)
+    if args.hint == "logits" and args.gamma and args.gamma > 1:
+        parser.error(f"argument --gamma: must be at most 1 with --hint logits, not {args.gamma}")
     return common.run(args, local_update)
 
 

@@ -27,6 +27,11 @@ def pathway_cuts(net):
     return [m for m in range(1, len(net)) if next(net[m - 1].parameters(), None) is not None]
 
 
+def check(net, args):
+    if args.pathways and max(args.pathways) > len(pathway_cuts(net)):
+        raise common.UserError(f"argument --pathways: {args.model} has pathways 1 to {len(pathway_cuts(net))}")
+
+
 def hybrid_logits(net, glob, x, hidden, cuts, direction):
     """Logits of the pathways. hidden[m]: output of m local blocks on x."""
     if direction == "local-global":
@@ -40,8 +45,6 @@ def local_update(worker, client, server, args):
     glob = worker.frozen("glob")
     cuts = pathway_cuts(net)
     if args.pathways:
-        if max(args.pathways) > len(cuts):
-            raise common.UserError(f"argument --pathways: {args.model} has pathways 1 to {len(cuts)}")
         cuts = [cuts[m - 1] for m in sorted(set(args.pathways))]
     divisor = len(cuts) if args.divisor == "selected" else len(pathway_cuts(net))
     if args.dyn_alpha:
@@ -56,7 +59,8 @@ def local_update(worker, client, server, args):
         if args.lambda1 or args.lambda2:
             log_q = F.log_softmax(out / args.tau, 1)
             for hybrid in hybrid_logits(net, glob, x, hidden, cuts, args.direction):
-                divergence = F.kl_div(log_q, F.softmax(hybrid / args.tau, 1), reduction="batchmean")
+                # in logarithms: the gradient of KL in its first argument is NaN where a probability is rounded to 0
+                divergence = F.kl_div(log_q, F.log_softmax(hybrid / args.tau, 1), reduction="batchmean", log_target=True)
                 loss = loss + (args.lambda1 * F.cross_entropy(hybrid, y) + args.lambda2 * divergence) / divisor
         if args.dyn_alpha:
             loss = loss + feddyn.penalty(net, h_dyn, w, args.dyn_alpha)
@@ -83,8 +87,10 @@ def main(argv=None):
     parser.add_argument("--divisor", default="selected", choices=["selected", "all"],
                         help="what the sums over pathways are divided by")
     parser.add_argument("--dyn-alpha", type=common.number(float, 0), default=0.0, help="alpha of FedDyn; 0 is without")
+    parser.set_defaults(weighting=None)
     args = parser.parse_args(argv)
-    return common.run(args, local_update, feddyn.aggregate if args.dyn_alpha else common.average)
+    args.weighting = args.weighting or ("uniform" if args.dyn_alpha else "samples")
+    return common.run(args, local_update, feddyn.aggregate if args.dyn_alpha else common.average, adapt=check)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ def main(argv=None):
                         help="beta; 0 is FedAvg (default: 0.3 for convex, 1 for sum)")
     parser.add_argument("--tau", type=common.number(float, 0, open_low=True), default=1.0, help="temperature")
     args = parser.parse_args(argv)
+    if args.weighting_rule == "convex" and args.ntd_beta and args.ntd_beta > 1:
+        parser.error(f"argument --ntd-beta: must be at most 1 with --weighting-rule convex, not {args.ntd_beta}")
     return common.run(args, local_update)
 
 

@@ -30,7 +30,7 @@ def same_channels(width, channels):
     """The least width, in steps of 0.001, with the same channels in every layer: one CUDA graph serves all of them."""
     def sizes(w):
         return [common.make_divisible(c, w) for c in channels]
-    return next(w / 1000 for w in range(1, 1001) if sizes(w / 1000) == sizes(width))
+    return next((w / 1000 for w in range(1, 1001) if sizes(w / 1000) == sizes(width)), width)
 
 
 def draw_shapes(rng, steps, args, channels, resolutions):
@@ -51,7 +51,8 @@ def resize(x, resolution, back):
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    channels = tuple(sorted({m.weight.shape[0] for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))}))
+    channels = tuple(sorted({m.weight.shape[0] for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))
+                            and not isinstance(m, common.Classifier)}))
     size = worker.data.x.shape[-1]
     resolutions = args.resolutions or ([224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)])
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())

@@ -30,13 +30,13 @@ def local_loss(net, batches, samples):
 @torch.no_grad()
 def aggregate(net, uploads, server, args):
     w, total, h = {k: v.clone() for k, v in net.named_parameters()}, {}, 0
-    lipschitz = args.lipschitz if args.h == "rfedavg" else 1 / (args.lr * args.lr_decay ** (server["round"] - 1))
+    lipschitz = args.lipschitz if args.h == "rfedavg" else 1 / common.learning_rate(args, server["round"])
 
     def summed():
         nonlocal h
         for upload in uploads:
-            loss = upload.message["loss"] + 1e-10
-            update = {k: lipschitz * (w[k] - upload.weights[k]) for k in w}
+            loss = upload.message["loss"].double() + 1e-10  # powers of it are soon beyond fp32
+            update = {k: lipschitz * (w[k] - upload.weights[k]).double() for k in w}
             norm = sum(v.square().sum() for v in update.values())
             if args.h == "rfedavg":
                 norm = norm * loss ** (2 * args.q)
@@ -45,9 +45,10 @@ def aggregate(net, uploads, server, args):
                 total[k] = total.get(k, 0) + loss**args.q * v
             yield upload
 
-    common.average(net, summed(), server, args)  # for the batch-norm statistics
-    for k, v in net.named_parameters():
-        v.copy_(w[k] - total[k] / h)
+    common.average(net, summed(), {}, args)  # for the batch-norm statistics
+    target = {k: (w[k] - total[k] / h).to(w[k]) for k in w}
+    for (_, v), new in zip(net.named_parameters(), common.server_step(w, target, server, args).values()):
+        v.copy_(new)
 
 
 def local_update(worker, client, server, args):

@@ -1,5 +1,5 @@
 """rFedAvg: Distribution-Regularized Federated Learning on Non-IID Data
-Wang, Li, Huang, Yang, Gao, Liu. ICDE 2023. https://doi.org/10.1109/ICDE55515.2023
+Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023.
 
 FedAvg with a term that draws the mean feature of a client's batch, phi, towards the mean features delta_j of others:
     L = F_k + lambda r_k
@@ -12,14 +12,17 @@ over clients that have a delta. Both have the same gradient; r_k is left out whi
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and up, and of deltas N d down,
 d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads the new model once more); bytes_delta counts these.
---reading code, as the authors' code: delta of one batch; of the clients sampled in this round only; in rfedavg+ the own
-delta counts too. Theirs uses the raw batch features, and takes rfedavg's from the stale local model at the next start.
+--reading code, after the authors' code: delta of one random batch; only deltas of the clients sampled in this round, each
+as of the last round that client took part in; in rfedavg+ the own one counts too; noise N(0, sigma^2 / B I), no clipping.
+Theirs sends the raw features of the batch, and measures anew at the start of a round instead of at the end of the last.
 
 rFedAvg paper, Table I, CIFAR-10, row rFedAvg+ (similarity 0%):
     python rfedavg.py --dataset cifar10 --image-size 28 --model cnn-mcmahan --partition similarity --similarity 0 \\
         --clients 20 --rounds 200 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --augment none \\
         --weighting uniform --variant rfedavg+ --lam 1e-5
 """
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 
@@ -41,14 +44,16 @@ def mean_feature(net, batches):
 def delta_of(worker, client, server, args):
     """delta_k of worker.net: over all data or one batch, clipped and with noise if asked for."""
     batches = worker.batches(client)
-    if args.reading == "code":
-        x, y = next(batches)
-        batches = [(x[:args.batch_size], y[:args.batch_size])]
+    code = args.reading == "code"
+    if code:
+        order = common.keyed("delta", args.seed, server["round"], client.id).permutation(client.index)
+        batches = worker.batches(dataclasses.replace(client, index=order[:args.batch_size]))
     delta = mean_feature(worker.net, batches)
     if args.noise:
-        delta = delta * (args.noise_clip / delta.norm().clamp(min=1e-12)).clamp(max=1)
         noise = common.keyed("noise", args.seed, server["round"], client.id).standard_normal(len(delta))
-        delta = delta + torch.as_tensor(noise).to(delta) * args.noise * args.noise_clip / args.batch_size
+        size = args.noise / args.batch_size**0.5 if code else args.noise * args.noise_clip / args.batch_size
+        clip = 1 if code else (args.noise_clip / delta.norm().clamp(min=1e-12)).clamp(max=1)
+        delta = clip * delta + torch.as_tensor(noise).to(delta) * size
     return delta
 
 
@@ -94,7 +99,8 @@ def local_update(worker, client, server, args):
     plus = args.variant == "rfedavg+" or others is None
     spread = worker.pin("spread", 0.0 if plus else (others - others.mean(0)).square().sum(1).mean())
     if others is not None:
-        client.download(others[0] if args.variant == "rfedavg+" else torch.zeros(args.clients, d))
+        everyone = others if args.reading == "code" else torch.zeros(args.clients, d)
+        client.download(others[0] if args.variant == "rfedavg+" else everyone)
 
     def step(x, y):
         z = net[:-1](x)
@@ -119,9 +125,11 @@ def main(argv=None):
     parser.add_argument("--reading", default="paper", choices=["paper", "code"],
                         help="the paper's deltas, or the authors' code's")
     parser.add_argument("--noise", type=common.number(float, 0), default=0.0, help="sigma of the Gaussian noise; 0 is none")
-    parser.add_argument("--noise-clip", type=common.number(float, 0, open_low=True), default=1.0,
-                        help="C, the norm delta is clipped to")
+    parser.add_argument("--noise-clip", type=common.number(float, 0, open_low=True),
+                        help="C, the norm delta is clipped to; needed with --noise")
     args = parser.parse_args(argv)
+    if args.noise and not args.noise_clip and args.reading == "paper":
+        parser.error("argument --noise-clip: needed by --noise")
     return common.run(args, local_update, aggregate, after_round=synchronise if args.variant == "rfedavg+" else None)
 
 

@@ -5,7 +5,8 @@ Control variates, c of the server and c_k of each client, correct every local st
     v <- v - lr (g(v) - c_k + c)                                                   (Eq. 3)
     c_k+ = gradient of F_k at w                                     (option I)
     c_k+ = c_k - c + (w - w_k) / (K lr), K local steps              (option II)    (Eq. 4)
-    server:  w <- w + server_lr mean_k (w_k - w),   c <- c + 1/N sum_k (c_k+ - c_k)                  (Eq. 5)
+    server:  w <- w + server_lr sum_k alpha_k (w_k - w),   c <- c + 1/N sum_k (c_k+ - c_k)           (Eq. 5)
+with alpha_k = 1/|S| in the paper (--weighting uniform) and n_k/n by default, as in NIID-Bench.
 With momentum the correction goes after the optimizer's step, v <- v - lr (c - c_k), and stays out of its buffer
 (--correction step, NIID-Bench); or into the gradient (--correction gradient), and then K becomes the sum of the weights
 that momentum gives a gradient, (K - m (1 - m^K)/(1 - m)) / (1 - m) at momentum m (FedNTD's code), m^2 for Nesterov's. By
@@ -16,7 +17,7 @@ The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it are 
 
 FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD:
     python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
-        --lr 0.1 --weight-decay 1e-5 --augment none
+        --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
 """
 import torch
 import torch.nn.functional as F
@@ -31,13 +32,13 @@ def effective_steps(steps, momentum, nesterov):
 
 
 def gradient(net, batches, samples):
-    """Gradient of the mean cross-entropy over the batches, in eval mode: a list like net.parameters()."""
-    net.eval()
+    """Gradient of the mean cross-entropy over the batches, a list like net.parameters(). Batch norm uses the statistics of
+    the batches, as in training, and leaves the running ones alone."""
     total = [torch.zeros_like(p) for p in net.parameters()]
     for x, y in batches:
-        loss = F.cross_entropy(net(x), y, reduction="sum") / samples
+        out = common.at_width(net, x, 1.0) if common.has_batch_norm(net) else net(x)
+        loss = F.cross_entropy(out, y, reduction="sum") / samples
         torch._foreach_add_(total, torch.autograd.grad(loss, list(net.parameters())))
-    net.train()
     return total
 
 
@@ -87,7 +88,9 @@ def local_update(worker, client, server, args):
     if in_gradient:
         steps = effective_steps(steps, args.momentum, args.nesterov)
     with torch.no_grad():
-        if args.option == 2:
+        if not worker.sizes:  # --drop-last left it nothing to train on
+            c_new = list(c_k)
+        elif args.option == 2:
             c_new = [b - a + (w_ - p) / (steps * worker.lr) for p, w_, a, b in zip(params, w, c, c_k)]
         client.state["c"] = c_new
         return {"dc": [new - b for new, b in zip(c_new, c_k)]}

@@ -36,17 +36,17 @@ METHODS = {  # script: (flags that switch the method off, most code lines that i
     "moon": (["--mu", "0"], 18),
     "mixup": (["--gamma", "0"], 13),
     "stochdepth": (["--keep", "1"], 41),
-    "gradaug": (["--mu", "0"], 41),
+    "gradaug": (["--mu", "0"], 42),
     "fedalign": (["--mu", "0", "--clip", "0"], 41),
-    "fedcka": (["--mu", "0"], 45),
-    "scaffold": (None, 52),
-    "fedmlb": (["--lambda1", "0", "--lambda2", "0"], 45),
-    "fedkd": (["--gamma", "0"], 20),
-    "fedntd": (["--ntd-beta", "0"], 18),
+    "fedcka": (["--mu", "0"], 55),
+    "scaffold": (None, 54),
+    "fedmlb": (["--lambda1", "0", "--lambda2", "0"], 48),
+    "fedkd": (["--gamma", "0"], 23),
+    "fedntd": (["--ntd-beta", "0"], 20),
     "fedgkd": (["--gamma", "0"], 20),
     "feddyn": (["--dyn-alpha", "0", "--weighting", "samples"], 38),
-    "rfedavg": (["--lam", "0"], 71),
-    "qfedavg": (None, 34),
+    "rfedavg": (["--lam", "0"], 77),
+    "qfedavg": (None, 35),
 }
 RESNET = ["--model", "resnet56", "--local-steps", "2", "--clients", "2", "--batch-size", "16", "--rounds", "1"]
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
@@ -521,7 +521,8 @@ def test_gradaug_step():
     """CE + mu (KL_1 + KL_2), the students by at_width on resized images, the teacher constant."""
     worker, step, _, _, args, _ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"])
     assert len(worker.shapes) == 4 and all(len(s) == 2 and s[0][0] >= s[1][0] for s in worker.shapes)
-    assert all(gradaug.same_channels(0.8, (16, 32, 120)) == min(w for w, _ in s) or s for s in worker.shapes)
+    least = gradaug.same_channels(0.8, (16, 32, 84, 120, 256))
+    assert all(shape[-1][0] == least for shape in worker.shapes)  # the narrowest is always --min-width
     assert {r for s in worker.shapes for _, r in s} <= {32, 28, 24, 20}
     worker.shape = ((0.9, 24), (0.5, 20))
     x, y = batch()
@@ -548,6 +549,7 @@ def test_gradaug_defaults_and_same_channels():
         for n in "1234":
             gradaug.main([*TINY, "--subnets", n])
     assert seen == [2.0, 1.75, 1.5, 1.25]
+    assert common.make_divisible(50, 1.0) == 50
     for width in (0.8, 0.813, 0.9, 0.999, 1.0):
         found = gradaug.same_channels(width, (16, 32, 64, 128, 256))
         assert found <= width and all(common.make_divisible(c, found) == common.make_divisible(c, width) for c in (16, 32, 64, 128, 256))
@@ -567,6 +569,14 @@ def test_cka():
     d = ((b[:, None] - b[None]) ** 2).sum(2)
     l = torch.exp(-d / (2 * d.flatten().median()))
     h = torch.eye(9, **DOUBLE) - 1 / 9
+    even = [v[:8] for v in (a, b)]
+    grams = []
+    for v in even:  # numpy's median averages the middle two
+        d = ((v[:, None] - v[None]) ** 2).sum(2)
+        grams.append(torch.exp(-d / (2 * float(np.median(d.numpy())))))
+    centre = torch.eye(8, **DOUBLE) - 1 / 8
+    centred = [centre @ v @ centre for v in grams]
+    assert abs(fedcka.kernel_cka(*even) - (centred[0] * centred[1]).sum() / (centred[0].norm() * centred[1].norm())) < 1e-10
     hsic = lambda k, l: torch.trace(k @ h @ l @ h)  # noqa: E731
     assert abs(fedcka.kernel_cka(a, b) - hsic(k, l) / (hsic(k, k) * hsic(l, l)).sqrt()) < 1e-10
     assert fedcka.squared_frobenius(a[:, :25], b).item() == pytest.approx(-((a[:, :25] - b) ** 2).sum().item() / 225)
@@ -596,6 +606,14 @@ def test_fedcka_step():
     assert not step(x[:2], y[:2]).isnan()
 
 
+def test_fedcka_layers():
+    """Of a ResNet the stem and the first residual block are the first two; cnn's seven layers include its output."""
+    net = common.build_net("resnet50", 10)
+    assert fedcka.layers(net)[:3] == [net[0], net[1][0], net[1][1]] and len(fedcka.layers(net)) == 1 + 16 + 2
+    worker, step, *_ = begin("fedcka", ["--layers", "7"], state={"net": state_of(two_networks().double())})
+    assert step(*batch()).isfinite()
+
+
 def test_fedkd_steps():
     x, y = batch()
     worker, step, *_, w = begin("fedkd")
@@ -609,6 +627,20 @@ def test_fedkd_steps():
         h, t = mine(h), other(t)
         hint += ((h - t) ** 2).mean().item() / 6
     assert step(x, y).item() == pytest.approx(cross_entropy(z, y.numpy()) + 0.5 * hint, rel=1e-9)
+
+
+def test_fitnet_compares_behind_the_pooling():
+    """resnet18-gn has five features: of the stem, stages 1 to 3, and stage 4 after its pooling."""
+    net = two_networks("resnet18-gn", 10)
+    worker, step, *_, w = begin("fedkd", ["--hint", "features"], net=net)
+    x, y = batch(2)[0][:, :, ::4, ::4], torch.tensor([1, 7])
+    mine, glob = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
+    glob.load_state_dict(w)
+    h, t, total = x, x, 0
+    for m in range(6):
+        h, t = mine[m](h), glob[m](t)
+        total += ((h - t) ** 2).mean().item() / 5 if m != 4 else 0
+    assert step(x, y).item() == pytest.approx(F.cross_entropy(mine[6](h), y).item() + total, rel=1e-9)
 
 
 def test_not_true_divergence_by_hand():
@@ -841,11 +873,20 @@ def test_fedmlb_updates_batch_norm_once():
     x, y = batch(3)
     step(x[:, :, ::2, ::2], y)
     assert {v.item() for k, v in worker.net.state_dict().items() if "num_batches" in k} == {1}
+    assert all(p.isfinite().all() for p in worker.net.parameters())
+
+
+def test_fedmlb_trains_where_a_hybrid_is_certain():
+    """Eval-mode tails of a fresh resnet56 give logits near 100, whose softmax has zeros: no NaN may come of them."""
+    worker, step, *_ = begin("fedmlb", net=two_networks("resnet56", 62))
+    worker.net.float(), worker.nets["glob"].float()
+    x, y = batch(3)
+    assert step(200 * x.float(), y).isfinite() and all(p.isfinite().all() for p in worker.net.parameters())
 
 
 def test_fedmlb_with_feddyn(tmp_path):
     """Without pathways it is FedDyn; with them both terms act."""
-    flags = ["--dyn-alpha", "0.1", "--weighting", "uniform"]
+    flags = ["--dyn-alpha", "0.1"]
     assert same(final("fedmlb", tmp_path / "mlb", *flags, "--lambda1", "0", "--lambda2", "0")[0], final("feddyn", tmp_path / "dyn", *flags)[0])
     assert not same(final("fedmlb", tmp_path / "both", *flags)[0], final("feddyn", tmp_path / "dyn2", *flags)[0])
 
@@ -896,6 +937,46 @@ def test_rfedavg_noise():
     draws = torch.stack([rfedavg.delta_of(worker, common.Client(0, np.arange(8), {}), {"round": r}, args) for r in range(1, 60)])
     assert draws.std(0).mean().item() == pytest.approx(2 * 0.01 / 32, rel=0.1)
     assert draws.mean(0).norm().item() == pytest.approx(0.01, rel=0.2)
+
+
+def test_rfedavg_code_reading(tmp_path):
+    """One random batch, only clients of this round, the own delta too in rfedavg+."""
+    deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
+    for variant, mean in (("rfedavg", 1.0), ("rfedavg+", 0.5)):  # of clients 0 and 1 this is client 0
+        worker, *_, client, args, _ = begin("rfedavg", ["--variant", variant, "--reading", "code", "--noise", "3"], server={"deltas": deltas})
+        assert worker.pins["mean"].mean().item() == mean
+        a, b = (rfedavg.delta_of(worker, common.Client(0, np.arange(64), {}), {"round": r}, args) for r in (1, 2))
+        assert (a - b).std().item() > 0.5 * 3 * (2 / 32) ** 0.5
+    final("rfedavg", tmp_path / "run", "--reading", "code", "--sample", "0.5", "--variant", "rfedavg")
+
+
+def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
+    """--drop-last with batches larger than the smallest client: its variate stays 0."""
+    sizes = [len(p) for p in common.partition(common.glyphs(), server_args())]
+    final("scaffold", tmp_path / "run", "--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "3")
+    version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
+    assert all(c.abs().max() == 0 for c in common.load(version)["c"])
+
+
+def test_qfedavg_takes_the_server_optimizers(tmp_path):
+    """At momentum 0 and server lr 1 avgm is the plain step; at lr 0.5 the first round goes half as far."""
+    plain, _ = final("qfedavg", tmp_path / "plain", "--rounds", "1")
+    same_, _ = final("qfedavg", tmp_path / "same", "--rounds", "1", "--server", "avgm")
+    half, _ = final("qfedavg", tmp_path / "half", "--rounds", "1", "--server-lr", "0.5")
+    torch.manual_seed(0)
+    w = common.build_net("cnn", 62).state_dict()
+    assert all(torch.allclose(plain[k], same_[k], atol=1e-6) and torch.allclose(half[k] - w[k], (plain[k] - w[k]) / 2, atol=1e-6) for k in w)
+
+
+@pytest.mark.parametrize("name, argv, word", [
+    ("fedcka", ["--layers", "8"], "--layers"), ("fedmlb", ["--pathways", "9"], "--pathways"), ("fedmlb", ["--pathways", "1,x"], "--pathways"),
+    ("stochdepth", [], "--model"), ("fedkd", ["--gamma", "3"], "--gamma"), ("fedntd", ["--ntd-beta", "3"], "--ntd-beta"),
+    ("rfedavg", ["--noise", "1"], "--noise-clip"), ("gradaug", ["--resolutions", "32,x"], "--resolutions")])
+def test_bad_method_flags(tmp_path, capsys, name, argv, word):
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[name].main([*TINY, "--out", str(tmp_path / "run"), *argv])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and len(err.splitlines()) == 1 and word in err and not (tmp_path / "run").exists()
 
 
 def test_bytes_follow_the_methods_account(tmp_path):
