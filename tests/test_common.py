@@ -423,7 +423,7 @@ def test_average_by_hand():
     clients = [{k: torch.from_numpy(rng.normal(size=v.shape).astype(np.float32)) if v.is_floating_point() else v + i
                 for k, v in net.state_dict().items()} for i in (4, 7)]
     uploads = [common.Upload(None, alpha, weights, {}, None, None, 0) for alpha, weights in zip((0.25, 0.75), clients)]
-    common.average(net, iter(uploads), {}, None)
+    common.average(net, iter(uploads), {}, flags())
     for k, v in net.state_dict().items():
         expected = 0.25 * clients[0][k].numpy() + 0.75 * clients[1][k].numpy() if v.is_floating_point() else 7
         assert np.allclose(v.numpy(), expected, atol=1e-7), k
