@@ -1261,9 +1261,9 @@ def _write(path, content):
 
 
 def save(tree, path):
-    """torch.save, atomically, of a nest of tensors and plain values."""
+    """torch.save, atomically, of a nest of tensors and plain values; strides are kept, since sums depend on them."""
     buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
-    torch.save(tree_map(lambda t: t.detach().cpu().contiguous(), tree), buffer)
+    torch.save(tree_map(lambda t: t.detach().cpu(), tree), buffer)
     _write(path, buffer.getbuffer())
 
 
