@@ -594,7 +594,7 @@ def file_partition(path, samples, clients):
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise wrong("neither JSON nor a Python literal") from None
     if isinstance(split, dict):
-        if not all(str(k).isdigit() for k in split):
+        if not all(str(k).isdecimal() for k in split):
             raise wrong("must name its clients by numbers")
         split = [split[k] for k in sorted(split, key=int)]
     parts = list(split) if isinstance(split, (list, tuple)) else None
@@ -1297,6 +1297,8 @@ class Run:
     def __init__(self, out, script, args):
         self.out, self.script, self.args = pathlib.Path(out), script, args
         self.rows, self.changed, self.versions = [], set(), {}
+        self.clock = time.perf_counter()  # when the last round was evaluated
+        self.lock = None
 
     def check(self):
         """UserError, before any long work, when the folder can't be used."""
@@ -1304,18 +1306,36 @@ class Run:
             config = read_config(self.out)
             if config["script"] != self.script:
                 raise UserError(f"--out {self.out}: a run of {config['script']}.py, not of {self.script}.py")
+            self._lock()
             return config
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+        # what a kill before the first complete file leaves is no run
+        if self.out.exists() and (not self.out.is_dir() or any(path.suffix != ".tmp" for path in self.out.iterdir())):
             raise UserError(f"--out {self.out}: exists already; continue that run with --resume, or name another folder")
 
     def create(self, workers, threads):
         """Make the folder, and write down all that the run depends on."""
         self.out.mkdir(parents=True, exist_ok=True)
+        self._lock()
         gpu = torch.cuda.get_device_name(self.args.device) if self.args.device != "cpu" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         self.config = {"script": self.script, "flags": vars(self.args), "workers": workers, "threads": threads,
                        "device": gpu or f"{platform.machine()}, {CORES} cores", "versions": versions, "commit": _commit()}
         self.write_config()
+
+    def _lock(self):
+        """Keep the folder from other processes until close(), or until this one ends however it does."""
+        import fcntl
+        self.lock = os.open(self.out, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {self.out}: another process is writing to this run") from None
+
+    def close(self):
+        if self.lock is not None:
+            import fcntl
+            fcntl.flock(self.lock, fcntl.LOCK_UN)  # processes that decode images may still hold a copy of it
+            os.close(self.lock)
 
     def write_config(self):
         _write(self.out / "config.json", (json.dumps(self.config, indent=1) + "\n").encode())
@@ -1422,8 +1442,17 @@ def run(args, local_update, aggregate=average, after_round=None, adapt=None):
     mode. server["report"], a dict, is added to the round's row. adapt(net, args): changes the network before it is copied.
     Returns the global network and the rows of metrics.jsonl. Exits with one line and code 2 for a user's mistake."""
     script = pathlib.Path(local_update.__code__.co_filename).stem
-    try:
+    with one_line_errors(script, args, "use fewer --workers, a smaller --batch-size or --device cpu"):
         return _run(args, script, local_update, aggregate, after_round, adapt)
+
+
+@contextlib.contextmanager
+def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size or --device cpu"):
+    """Turns a mistake of the user's, a full memory and an interrupt into one line on stderr and an exit code. args: those of
+    a run that could be resumed."""
+    try:
+        yield
+        return
     except (UserError, OSError) as e:
         message, code = str(e), 2
     except FloatingPointError as e:
@@ -1431,17 +1460,21 @@ def run(args, local_update, aggregate=average, after_round=None, adapt=None):
     except (MemoryError, RuntimeError) as e:
         if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(e):
             raise
-        message, code = "the memory is full; use fewer --workers, a smaller --batch-size or --device cpu", 2
+        message, code = f"the memory is full; {memory_advice}", 2
     except KeyboardInterrupt:
-        started = args.out and pathlib.Path(args.out, "config.json").exists()
-        message, code = "interrupted" + f"; continue with --out {args.out} --resume" * bool(started), 130
+        started = args and args.out and pathlib.Path(args.out, "config.json").exists()
+        message, code = "interrupted" + (f"; continue with --out {args.out} --resume" if started else ""), 130
     print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def _run(args, script, local_update, aggregate, after_round, adapt):
     args.out = args.out or f"runs/{script}-{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder_ = Run(args.out, script, args)
+    with contextlib.closing(Run(args.out, script, args)) as folder_:
+        return _train(args, folder_, local_update, aggregate, after_round, adapt)
+
+
+def _train(args, folder_, local_update, aggregate, after_round, adapt):
     config = folder_.check()
     say = (lambda _: None) if args.quiet else tqdm.write
     device = _set_up(args)
@@ -1573,13 +1606,15 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
     row = {"round": t, "test_acc": accuracy, "test_loss": loss,
            "train_loss": sum(float(loss) * n for loss, _, n, _ in seen) / max(1, samples),
            "lr": learning_rate(args, t), "clients": chosen, "samples": samples,
-           "seconds": {"train": waited, "aggregate": aggregated - start - waited, "evaluate": evaluated - trained},
+           "seconds": {"train": waited, "aggregate": aggregated - start - waited, "evaluate": evaluated - trained,
+                       "other": start - folder_.clock},
            "samples_per_s": samples / waited,
            "bytes_down": sampled * nbytes(weights) + sum(client.bytes_down for client in clients),
            "bytes_up": sum(b for *_, b in seen) + sum(client.bytes_up for client in clients),
            "peak_memory": _peak_memory(pool.device), **summary(history), **server.pop("report", {})}
     if after_round:
         row["seconds"]["synchronise"] = trained - aggregated
+    folder_.clock = evaluated
     folder_.append(row)
     if last or t % args.checkpoint_every == 0:
         folder_.checkpoint(net, server, states)

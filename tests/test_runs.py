@@ -1,4 +1,5 @@
 """Runs as a user sees them: folders, resuming after a kill, errors."""
+import fcntl
 import json
 import os
 import random
@@ -40,6 +41,26 @@ def start(name, *argv):
 
 def rounds_in(out):
     return len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
+def test_one_process_a_run(tmp_path, capsys):
+    """A second process on a run's folder is refused, and changes nothing; after a kill in the first moments a run starts anew."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json.123.tmp").write_text("{")
+    argv = [*TINY, "--out", str(out), "--rounds", "1"]
+    held = os.open(out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    refused(capsys, argv, "another process", str(out))
+    os.close(held)
+    fedavg.main(argv)
+    before, held = rows_of(out), os.open(out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    refused(capsys, [*argv[:-1], "2", "--resume"], "another process", str(out))
+    os.close(held)
+    assert rows_of(out) == before
+    fedavg.main([*argv[:-1], "2", "--resume"])
+    assert len(rows_of(out)) == 2
 
 
 @pytest.mark.parametrize("name", ["fedalign", "scaffold", "fedgkd", "rfedavg"])  # each sort of client and server state
