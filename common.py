@@ -19,20 +19,23 @@ import argparse
 import ast
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
 import platform
 import queue
+import re
 import subprocess
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -64,12 +67,15 @@ ALIASES = {  # spellings of the papers' repositories; underscores and hyphens ar
     "comm-round": "rounds", "partition-alpha": "alpha", "beta": "alpha", "dirichlet-alpha": "alpha",
     "wd": "weight-decay", "local-epochs": "epochs",
 }
+DATASETS = ["cifar100", "cifar10", "mnist", "emnist", "femnist", "tiny-imagenet", "imagenet-200", "sent140"]
+NATURAL = ("natural", "natural-iid")  # partitions that ask who made each sample
 # Flags that may change when a run is resumed; all others decide the result.
 FREE_ON_RESUME = {"rounds", "out", "resume", "quiet", "data_dir", "checkpoint_every", "save_clients"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +96,18 @@ class Parser(argparse.ArgumentParser):
             self.error("argument --split-file: needed by --partition file")
         if args.split_file and args.partition != "file":
             self.error("argument --split-file: only read by --partition file")
+        if args.leak and (args.dataset, args.partition) != ("sent140", "natural"):
+            self.error("argument --leak: only for --dataset sent140 with --partition natural")
+        if args.dataset == "sent140":
+            for flag, neutral in (("image_size", None), ("augment", ("auto", "none")), ("normalise", "dataset")):
+                if getattr(args, flag) not in (neutral if isinstance(neutral, tuple) else (neutral,)):
+                    self.error(f"argument --{flag.replace('_', '-')}: of images, and sent140 is text")
+        if args.dataset == "imagenet-200" and args.augment not in ("auto", "none"):
+            self.error("argument --augment: takes auto or none for imagenet-200")
+        if args.users and args.partition not in NATURAL:
+            self.error("argument --users: only read by --partition natural and natural-iid")
+        if args.users and args.users < args.clients:
+            self.error(f"argument --users: {args.users} is less than the {args.clients} --clients")
         if args.server_lr is None:
             args.server_lr = 0.01 if args.server == "adam" else 1.0
         if args.server_momentum is None:
@@ -182,25 +200,39 @@ def flags(doc):
     parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False,
                     epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags.")
     add = parser.add_argument_group("data and partition").add_argument
-    add("--dataset", default="cifar100", choices=["cifar100", "cifar10", "mnist", "folder", "glyphs"],
+    add("--dataset", default="cifar100", choices=[*DATASETS, "folder", "glyphs"],
         help="folder: your images, train/CLASS/* and test/CLASS/* in --data-dir; glyphs: drawn on the fly, no download")
-    add("--data-dir", default="data", help="where data sets are downloaded to, or the image folder itself")
+    add("--data-dir", default="data", help="where data sets are, or are downloaded to; or the image folder itself")
     add("--image-size", type=number(int, 8), metavar="PIXELS",
         help="resize images to PIXELS x PIXELS; without it they stay as they are")
+    add("--normalise", default="dataset", choices=["dataset", "half", "cifar10"],
+        help="mean and deviation of pixels: the data set's, 0.5 (rFedAvg's CIFAR-10, MOON's Tiny-ImageNet), or those of "
+             "CIFAR-10 (FedMLB's CIFAR-100)")
     add("--augment", type=_augment, default="auto", metavar="LIST",
-        help="training augmentation: none, or a list of crop (zero-pad by 1/8, random crop), flip and rotateDEGREES; "
-             "auto: crop,flip, but nothing for characters (mnist, glyphs)")
-    add("--partition", default="dirichlet", choices=["dirichlet", "dirichlet-balanced", "iid", "similarity", "natural", "file"],
-        help="how training samples go to clients; natural: a writer a client; file: read --split-file")
+        help="training augmentation: none, or a list of crop (zero-pad by 4, random crop), flip and rotateDEGREES; "
+             "auto: crop,flip, but nothing for characters (mnist, emnist, femnist, glyphs); of imagenet-200 crops of "
+             "random size, colour jitter and flip")
+    add("--partition", default="dirichlet", choices=["dirichlet", "dirichlet-balanced", "iid", "similarity", *NATURAL, "file"],
+        help="how training samples go to clients; natural: by writer, natural-iid: the same writers' samples at random; "
+             "file: read --split-file")
+    add("--leak", action="store_true", help="Sent140 with --partition natural: clients train on their test tweets too, as in "
+                                            "the code of rFedAvg's authors")
+    add("--users", type=number(int, 1), metavar="USERS",
+        help="writers chosen by --partition natural and natural-iid, grouped into --clients; without it as many as clients; "
+             "of Sent140 the most active")
     add("--alpha", type=number(float, 0, open_low=True), default=0.5, help="Dirichlet concentration; smaller is more non-IID")
     add("--similarity", type=number(float, 0, 100), default=0.0, metavar="PERCENT",
         help="share of IID samples in --partition similarity; 0: each client holds consecutive labels")
     add("--split-file", metavar="FILE",
         help="client indices for --partition file: {client: [index, ...]} as JSON or a Python literal")
+    add("--client-test", action="store_true",
+        help="test the global model on each client's share of the test set too; worst, best, 10th percentile, variance")
     add("--data-seed", type=number(int, 0), default=0, help="seed of the partition (and of the drawing of glyphs)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="resnet56", choices=list(NETS), help="network")
+    add("--vectors", metavar="FILE",
+        help="word vectors of --model lstm: a text file as GloVe's (glove.6B.300d.txt), or random")
     add("--projection", type=number(int, 0), default=0, metavar="WIDTH",
         help="put a two-layer projection head before the classifier; 0: none")
 
@@ -223,19 +255,20 @@ def flags(doc):
         help="leave the last short batch out of each epoch, and out of the client's weight (FedAlign's code)")
     add("--lr", type=number(float, 0, open_low=True), default=0.01, help="learning rate")
     add("--lr-decay", type=number(float, 0, open_low=True), default=1.0, help="factor on the learning rate after each round")
-    add("--momentum", type=number(float, 0, 0.9999), default=0.9, help="SGD momentum")
-    add("--nesterov", action=argparse.BooleanOptionalAction, default=True, help="Nesterov momentum")
+    add("--optimizer", default="sgd", choices=["sgd", "rmsprop"], help="of clients; rmsprop: smoothing 0.99, epsilon 1e-8")
+    add("--momentum", type=number(float, 0, 0.9999), default=0.9, help="momentum of the optimizer")
+    add("--nesterov", action=argparse.BooleanOptionalAction, default=True, help="Nesterov momentum, of sgd")
     add("--weight-decay", type=number(float, 0), default=1e-4, help="weight of the L2 penalty, in the optimizer")
     add("--clip", type=number(float, 0), default=0.0, metavar="NORM", help="clip the gradient norm; 0 is off")
     add("--persist-opt", action=argparse.BooleanOptionalAction, default=False,
-        help="keep each client's momentum between rounds")
+        help="keep each client's optimizer state between rounds")
 
     add = parser.add_argument_group("machine").add_argument
     add("--seed", type=number(int, 0), default=0, help="seed of initial weights, client sampling, batches and augmentation")
     add("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--workers", type=_workers, default="auto", help="clients trained at once: threads on the CPU, streams on a GPU")
     add("--precision", default="fp32", choices=["fp32", "tf32", "bf16"],
-        help="of the networks; tf32: in convolutions on a GPU; bf16: autocast; losses are in fp32 anyway")
+        help="of the networks; tf32: in convolutions and LSTM on a GPU; bf16: autocast; losses are in fp32 anyway")
     add("--graph", action=argparse.BooleanOptionalAction, default=True,
         help="replay the training step as a CUDA graph; no effect on the CPU")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, at some cost in speed; the CPU is anyway")
@@ -258,12 +291,16 @@ STATISTICS = {  # mean and standard deviation per channel, pixels in [0, 1]
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "mnist": ((0.1307,), (0.3081,)),
+    "emnist": ((0.5,), (0.5,)), "femnist": ((0.5,), (0.5,)),  # of rFedAvg's code for EMNIST
+    "imagenet-200": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "tiny-imagenet": ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
 }
 
 
 @dataclasses.dataclass
 class Data:
-    """A data set in memory: images (n, channels, height, width) uint8, labels (n,) int64."""
+    """A data set in memory: images (n, channels, height, width) uint8, labels (n,) int64. Of text x is (n, steps) int16:
+    numbers of words, 0 behind the last. With paths the training images stay on disk, and x is empty."""
     x: torch.Tensor
     y: torch.Tensor
     x_test: torch.Tensor
@@ -271,9 +308,14 @@ class Data:
     classes: int
     mean: torch.Tensor = None  # (channels, 1, 1), pixels in [0, 1]; computed from x when not given
     std: torch.Tensor = None
-    writers: np.ndarray = None  # (n,) who made each training image, for --partition natural
+    writers: np.ndarray = None  # (n,) who made each training sample, a number, for --partition natural
+    writers_test: np.ndarray = None
+    paths: list = None  # (n,) of files
+    words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
 
     def __post_init__(self):
+        if self.words is not None:
+            return
         if self.mean is None:
             pixels = torch.stack([torch.bincount(c.flatten(), minlength=256) for c in self.x.unbind(1)]).double()  # histograms
             pixels, values = pixels / pixels.sum(1, keepdim=True), torch.arange(256.0, dtype=torch.float64) / 255
@@ -281,33 +323,90 @@ class Data:
             self.std = (pixels @ values.square() - self.mean.square()).clamp(min=1e-6).sqrt()
         self.mean, self.std = (torch.as_tensor(v, dtype=torch.float32).view(-1, 1, 1) for v in (self.mean, self.std))
 
+    def images(self, batches, seeds=None):
+        """x[index] for each index (an integer tensor or array) of batches. Of images on disk on the CPU, decoded ahead by
+        processes; seeds: arrays like the indices, by which each is cropped, recoloured and flipped; else its centre."""
+        if not self.paths:
+            yield from (self.x[torch.as_tensor(index).to(self.x.device)] for index in batches)
+            return
+        seeds = [[None] * len(index) for index in batches] if seeds is None else [seed.tolist() for seed in seeds]
+        items = [list(zip(index.tolist(), seed)) for index, seed in zip(batches, seeds)]
+        for x in torch.utils.data.DataLoader(_Files(self.paths, self.image_size), batch_sampler=items, collate_fn=_stacked,
+                                             num_workers=max(1, CORES // 4)):
+            if isinstance(x, UserError):
+                raise x
+            yield x
+
+    @property
+    def image_size(self):
+        """Pixels of a side."""
+        if self.words is not None:
+            raise UserError("the data set is text, and this method needs images")
+        return self.x.shape[-1]
+
     def to(self, device):
         return dataclasses.replace(self, **{k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)})
 
     def normalise(self, x):
-        """(batch, channels, height, width) uint8 -> float32 of zero mean and unit variance."""
+        """(batch, channels, height, width) uint8 -> float32 of zero mean and unit variance. Text stays as it is, but for the
+        padding that no text of the batch needs, where that costs no synchronisation."""
+        if self.words is not None:
+            return x if x.is_cuda else x[:, :max(1, int((x != 0).sum(1).max()))]
         return (x.float() / 255 - self.mean) / self.std
 
 
 def load_data(args):
-    """The data set that args.dataset names, on the CPU. UserError when it cannot be had."""
+    """The data set that args.dataset names, on the CPU; for --partition natural with the test samples of the chosen writers
+    only. UserError when it cannot be had."""
     root = pathlib.Path(args.data_dir)
     if args.dataset == "glyphs":
-        return _resize(glyphs(seed=args.data_seed), args.image_size)
-    if args.dataset == "folder":
-        return folder(root, args.image_size)
+        data = glyphs(seed=args.data_seed)
+    elif args.dataset == "folder":
+        data = folder(root, args.image_size)
+    elif args.dataset == "femnist":
+        data = femnist(root / "femnist")
+    elif args.dataset == "sent140":
+        data = sent140(root / "sent140", args)
+    elif args.dataset == "imagenet-200":
+        data = imagenet_200(root / "imagenet", args.image_size or 224)
+    elif args.dataset == "tiny-imagenet":
+        data = tiny_imagenet(root / "tiny-imagenet-200")
+    else:
+        data = _torchvision(args.dataset, root)
+    if args.normalise != "dataset":
+        channels = data.x.shape[1]
+        if args.normalise == "cifar10" and channels != 3:
+            raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
+        mean, std = STATISTICS["cifar10"] if args.normalise == "cifar10" else ([0.5] * channels,) * 2
+        data = dataclasses.replace(data, mean=mean, std=std)
+    if args.partition in NATURAL and data.writers_test is not None:
+        chosen = np.concatenate(natural_groups(data.writers, args.clients, args.data_seed, args.users))
+        kept = np.flatnonzero(np.isin(data.writers_test, chosen))
+        if not len(kept):
+            raise UserError(f"--users: the {len(chosen)} chosen have no test sample; choose more")
+        data = dataclasses.replace(data, x_test=data.x_test[kept], y_test=data.y_test[kept],
+                                   writers_test=data.writers_test[kept])
+    data = _resize(data, args.image_size)
+    if data.words is None and data.x.shape[-1] != data.x.shape[-2]:
+        raise UserError(f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; --image-size makes them square")
+    return data
+
+
+def _torchvision(name, root):
     from torchvision import datasets
-    kind = {"cifar100": datasets.CIFAR100, "cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[args.dataset]
+    kind = {"cifar100": datasets.CIFAR100, "cifar10": datasets.CIFAR10, "mnist": datasets.MNIST,
+            "emnist": functools.partial(datasets.EMNIST, split="byclass")}[name]
     try:
         train, test = (kind(root, train=part, download=True) for part in (True, False))
     except Exception as e:  # no network, a damaged archive, files that are not what their names say
-        raise UserError(f"--dataset {args.dataset} could not be loaded from or downloaded into {root} ({e}); "
+        raise UserError(f"--dataset {name} could not be loaded from or downloaded into {root} ({e}); "
                         "put torchvision's files there, or use --dataset folder or glyphs") from None
     images = [torch.as_tensor(part.data) for part in (train, test)]
     images = [x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous() for x in images]
+    if name == "emnist":  # whose files hold columns first
+        images = [x.transpose(2, 3).contiguous() for x in images]
     labels = [torch.as_tensor(part.targets) for part in (train, test)]
-    data = Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[args.dataset])
-    return _resize(data, args.image_size)
+    return Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
 
 
 def _resize(data, size):
@@ -321,8 +420,7 @@ def _resize(data, size):
 
 
 def folder(root, image_size=None):
-    """Images in torchvision's ImageFolder layout, train/CLASS/* and test/CLASS/* (or val/), under root. Decoded once: the
-    result is kept in root/.cache-*.pt, whose name changes with any file's name, size or time of change."""
+    """Images in torchvision's ImageFolder layout, train/CLASS/* and test/CLASS/* (or val/), under root. Decoded once."""
     from torchvision.datasets import ImageFolder
     parts = []
     for names in (("train",), ("test", "val")):
@@ -338,59 +436,369 @@ def folder(root, image_size=None):
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise UserError(f"--data-dir {root}: train and test hold different classes; class {odd[0]!r} is in one of them only")
-    listing = [(path, os.stat(path)) for part in parts for path, _ in part.samples]
-    key = repr([(os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns) for path, stat in listing] + [image_size])
+    return _images(root, train.samples, test.samples, len(train.classes), image_size)
+
+
+def _images(root, train, test, classes, image_size=None, statistics=(None, None)):
+    """The data set of two lists of (path, label), decoded once and kept in root. statistics: mean and std of Data."""
+    paths = [path for path, _ in (*train, *test)]
+
+    def read():
+        x, x_test = _decode(paths, image_size).split([len(train), len(test)])
+        y, y_test = (torch.tensor([label for _, label in part]) for part in (train, test))
+        return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
+    mean, std = statistics
+    return Data(**_cached(root, paths, image_size, read), classes=classes, mean=mean, std=std)
+
+
+def _cached(root, paths, key, read):
+    """What read() makes of the files at paths, a dict of tensors. It is kept in root/.cache-*.pt, whose name changes with key
+    and with any file's name, size or time of change."""
+    listing = [(path, os.stat(path)) for path in paths]
+    key = repr(([(os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns) for path, stat in listing], key))
     cache = root / f".cache-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.pt"
     if cache.exists():
         with contextlib.suppress(Exception):  # a damaged cache is made again
-            return Data(**torch.load(cache, weights_only=True))
-    x, x_test = _decode(listing, image_size).split([len(train), len(test)])
-    y, y_test = (torch.tensor(part.targets) for part in parts)
-    fields = {"x": x.clone(), "y": y, "x_test": x_test.clone(), "y_test": y_test, "classes": len(train.classes)}
+            return torch.load(cache, weights_only=True)
+    fields = read()
     try:
         for old in root.glob(".cache-*.pt"):
             old.unlink()
         save(fields, cache)
     except OSError as e:
-        print(f"the decoded images are not cached, so the next start decodes them again: {e}", file=sys.stderr)
-    return Data(**fields)
+        print(f"what was read from {root} is not cached, so the next start reads it again: {e}", file=sys.stderr)
+    return fields
 
 
-def _decode(listing, image_size):
+def _text(path):
+    """What is in a file of UTF-8."""
+    raw = path.read_bytes()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}, line {raw[:e.start].count(10) + 1}: not UTF-8") from None
+
+
+def tiny_imagenet(root):
+    """Tiny-ImageNet as its archive holds it under root: wnids.txt, train/WNID/images/*, val/images/* and
+    val/val_annotations.txt. The test set is val, as the archive's test has no labels."""
+    annotations = root / "val" / "val_annotations.txt"
+    try:
+        wnids, lines = _text(root / "wnids.txt").split(), _text(annotations).splitlines()
+    except FileNotFoundError as e:
+        raise UserError(f"{e.filename}: no such file; unzip http://cs231n.stanford.edu/tiny-imagenet-200.zip so that it is "
+                        "there") from None
+    wnids = sorted(set(wnids))
+    labels, train, test = {wnid: i for i, wnid in enumerate(wnids)}, [], []
+    for wnid, label in labels.items():
+        paths = sorted((root / "train" / wnid / "images").glob("*"))
+        if not paths:
+            raise UserError(f"{root / 'train' / wnid / 'images'}: no images of this class, which wnids.txt names")
+        train += [(path, label) for path in paths]
+    for i, line in enumerate(lines, 1):
+        name, wnid = (*line.split("\t"), "", "")[:2]
+        path = root / "val" / "images" / name
+        if wnid not in labels or not path.is_file():
+            what = f"class {wnid!r} is not in wnids.txt" if wnid not in labels else f"{path} is missing"
+            raise UserError(f"{annotations}, line {i}: {what}")
+        test.append((path, labels[wnid]))
+    missing = set(wnids) - {wnids[label] for _, label in test}
+    if missing:
+        raise UserError(f"{annotations}: no image of class {min(missing)}")
+    return _images(root, train, test, len(labels), statistics=STATISTICS["tiny-imagenet"])
+
+
+IMAGENET = (1000, 200, 500)  # folders, classes drawn of them, and training images drawn of each
+
+
+def imagenet_200(root, image_size=224):
+    """FedAlign's ImageNet-200, drawn from ImageNet-1k's root/train/WNID/* and root/val/WNID/*: 200 classes and 500 training
+    images of each, by numpy's seed 1993. Which classes is their choice exactly; which images depended on their machine's
+    directory order, so ours, in order of names, are others. Training images are decoded while training; the validation ones,
+    all of those classes, are scaled to 256/224 of image_size, cut to their centre and kept."""
+    folders, classes, count = IMAGENET
+    found = sorted(path.name for path in root.glob("train/*") if path.is_dir())
+    if len(found) != folders:  # the draw is among all of them
+        raise UserError(f"{root / 'train'}: {len(found)} folders of classes, where ImageNet-1k has {folders}; download it from "
+                        f"image-net.org (ILSVRC2012) and unpack it to {root}/train/WNID/* and {root}/val/WNID/*")
+    rng, train, test = np.random.RandomState(1993), [], []
+    chosen = rng.choice(found, classes, replace=False).tolist()
+    labels = {wnid: i for i, wnid in enumerate(sorted(chosen))}
+    for wnid in chosen:
+        folder_ = root / "train" / wnid
+        names = sorted(os.listdir(folder_))
+        if len(names) < count:
+            raise UserError(f"{folder_}: {len(names)} images, and {count} of each class are wanted")
+        train += [(str(folder_ / name), labels[wnid]) for name in rng.choice(names, count, replace=False).tolist()]
+        held = sorted((root / "val" / wnid).glob("*"))
+        if not held:
+            raise UserError(f"{root / 'val' / wnid}: no images of this class")
+        test += [(path, labels[wnid]) for path in held]
+    paths, y_test = [path for path, _ in test], torch.tensor([label for _, label in test])
+    fields = _cached(root, paths, image_size, lambda: {"x_test": _decode(paths, image_size, centre=True)})
+    y, x = torch.tensor([label for _, label in train]), torch.empty(0, 3, image_size, image_size, dtype=torch.uint8)
+    return Data(x, y, fields["x_test"], y_test, classes, *STATISTICS["imagenet-200"], paths=[path for path, _ in train])
+
+
+def _centre(image, size):
+    """The central size x size pixels of a Pillow image whose shorter side is scaled to 256/224 of size."""
+    from torchvision.transforms import functional
+    return functional.center_crop(functional.resize(image, size * 256 // 224), size)
+
+
+class _Files(torch.utils.data.Dataset):
+    """Image files; item (i, seed) is file i as (3, size, size) uint8: cropped, recoloured and flipped by seed, or its centre
+    where that is None."""
+
+    def __init__(self, paths, size):
+        from torchvision import transforms
+        self.paths, self.size = paths, size
+        self.augment = transforms.Compose([transforms.RandomResizedCrop(size), transforms.ColorJitter(0.4, 0.4, 0.4),
+                                           transforms.RandomHorizontalFlip()])
+
+    def __getitem__(self, item):
+        index, seed = item
+        try:
+            image = _open(self.paths[index], "RGB")
+        except UserError as e:
+            return e  # raised in a loader's process, it would come with a traceback
+        if seed is None:
+            image = _centre(image, self.size)
+        else:
+            torch.manual_seed(seed)  # of the loader's process
+            image = self.augment(image)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _stacked(images):
+    return next((x for x in images if isinstance(x, UserError)), None) or torch.stack(images)
+
+
+def _shards(root, advice):
+    """(path, user, x, y) of each user in LEAF's JSON shards, root/*.json."""
+    paths = sorted(root.glob("*.json"))
+    if not paths:
+        raise UserError(f"{root}: no *.json in it; {advice}")
+    for path in tqdm(paths, f"reading {root}", leave=False, disable=None):
+        text = _text(path)
+        try:
+            shard = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise UserError(f"{path}, line {e.lineno}, column {e.colno}: damaged or cut short ({e.msg})") from None
+        except RecursionError:
+            raise UserError(f"{path}, line 1: not a shard of LEAF") from None
+        try:
+            users, counts = list(shard["users"]), list(shard["num_samples"])
+            samples = [(shard["user_data"][user]["x"], shard["user_data"][user]["y"]) for user in users]
+            sizes = [(len(x), len(y)) for x, y in samples]
+        except (KeyError, TypeError) as e:
+            raise UserError(f"{path}: not a shard of LEAF, which has users, num_samples and user_data, with x and y of each "
+                            f"user ({type(e).__name__}: {e})") from None
+        for user, (x, y), size, count in itertools.zip_longest(users, samples, sizes, counts):
+            if size != (count, count):
+                raise UserError(f"{path}: user {user!r} has {size} x and y where num_samples says {count}")
+            yield path, user, x, y
+
+
+def _leaf(root, read, advice):
+    """LEAF's shards root/train/*.json and root/test/*.json. read(x, y) makes two arrays of a user's lists, or raises
+    ValueError. Returns the four arrays of Data and the numbers of the users, in order of their names."""
+    parts = []
+    for part in ("train", "test"):
+        xs, ys, owners = [], [], []
+        for path, user, x, y in _shards(root / part, advice):
+            try:
+                x, y = read(x, y)
+            except (ValueError, TypeError) as e:
+                raise UserError(f"{path}: user {user!r}: {e}") from None
+            xs.append(x)
+            ys.append(y)
+            owners += [user] * len(y)
+        if not owners:
+            raise UserError(f"{root / part}: no samples in it; {advice}")
+        parts.append((np.concatenate(xs), np.concatenate(ys), owners))
+    (x, y, owners), (x_test, y_test, owners_test) = parts
+    ids = {user: i for i, user in enumerate(sorted({*owners, *owners_test}))}
+    return x, y, x_test, y_test, np.array([ids[u] for u in owners]), np.array([ids[u] for u in owners_test])
+
+
+def femnist(root):
+    """FEMNIST by writer, the JSON shards that LEAF (Caldas et al., 2018) makes of it: root/train/*.json and root/test/*.json
+    with 28x28 images in [0, 1], white paper 1, and labels 0-9, 10-35 for A-Z, 36-61 for a-z. Read once."""
+    advice = ("LEAF (github.com/TalwalkarLab/leaf) makes data/femnist/data/train and test by, say, "
+              f"data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample (--sf: share of the 3,500 writers); "
+              f"copy both folders into {root}")
+
+    def read(x, y):
+        x, y = np.asarray(x, np.float32).reshape(len(y), -1), np.asarray(y)
+        if x.shape[1] != 784 or not ((x >= 0) & (x <= 1)).all():
+            raise ValueError("an image is not 784 numbers from 0 to 1")
+        if y.dtype.kind != "i" or not ((y >= 0) & (y < 62)).all():
+            raise ValueError("a label is not an integer from 0 to 61")
+        return (x * 255).round().astype(np.uint8).reshape(-1, 1, 28, 28), y.astype(np.int64)
+
+    def fields():
+        names = ("x", "y", "x_test", "y_test", "writers", "writers_test")
+        return {name: torch.from_numpy(v) for name, v in zip(names, _leaf(root, read, advice))}
+    found = _cached(root, sorted(root.glob("t*/*.json")), None, fields) if root.is_dir() else fields()
+    found |= {name: found[name].numpy() for name in ("writers", "writers_test")}
+    return Data(**found, classes=62, mean=STATISTICS["femnist"][0], std=STATISTICS["femnist"][1])
+
+
+def tokens(text):
+    """The lower-case words and marks of a text, by the rules of torchtext's basic_english: .,()!?' are words, ":; are not."""
+    return re.sub(r"([.,()!?'])", r" \1 ", re.sub(r"[:;]|<br />", " ", text.lower().replace('"', ""))).split()
+
+
+def sent140(root, args, vocabulary=3000):
+    """Sentiment140 (Go et al., 2009) by user: the public CSV, root/*.csv, of polarity (0 or 4), id, date, query, user and
+    text, of which a tenth, drawn at random, is the test set; or LEAF's JSON shards, root/train/*.json and root/test/*.json.
+    With --partition natural and natural-iid it is the tweets of the --users most active users, before the division, of which
+    each keeps one for training at least. Words: the most frequent in the training tweets, vocabulary - 2 at most. Else as
+    rFedAvg's authors, but for their leak (--leak)."""
+    advice = ("unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
+              f"training.1600000.processed.noemoticon.csv into {root}")
+    found = sorted(root.glob("*.csv"))
+    if len(found) > 1:
+        raise UserError(f"{root}: {len(found)} CSV files, where one is read; {advice}")
+    if found:
+        y, text, user = _tweets(found[0])
+        test = None
+    elif (root / "train").is_dir():
+        y, text, user, test = _leaf_tweets(root, advice)
+    else:
+        raise UserError(f"{root}: no *.csv in it; {advice}")
+    if args.partition in NATURAL:
+        counts = sorted(Counter(user).items(), key=lambda item: (-item[1], item[0]))[:args.users or args.clients]
+        active = {name for name, _ in counts}
+        kept = [i for i, name in enumerate(user) if name in active]
+        y, text, user = y[kept], [text[i] for i in kept], [user[i] for i in kept]
+        test = None if test is None else test[kept]
+    if test is None:
+        test = np.ones(len(y), bool)
+        test[keyed("sent140", args.data_seed).permutation(len(y))[:int(0.9 * len(y))]] = False
+        if args.partition in NATURAL:
+            _, first, owner = np.unique(user, return_index=True, return_inverse=True)
+            test[first[np.bincount(owner[~test], minlength=len(first)) == 0]] = False
+    if test.all() or not test.any():
+        raise UserError(f"{root}: {len(y)} tweets are too few to train and to test on")
+    text = [tokens(line) for line in tqdm(text, "finding words", leave=False, disable=None)]
+    counts = Counter(word for i in np.flatnonzero(~test) for word in text[i])
+    words = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:vocabulary - 2]]
+    number_of = {word: i for i, word in enumerate(words, 2)}
+    x = np.zeros((len(text), max(1, max(map(len, text)))), np.int16)
+    for row, line in zip(x, text):
+        row[:len(line)] = [number_of.get(word, 1) for word in line]
+    train = np.ones(len(y), bool) if args.leak else ~test
+    x, y, user = torch.from_numpy(x), torch.from_numpy(y), np.unique(user, return_inverse=True)[1]
+    return Data(x[train], y[train], x[test], y[test], 2, writers=user[train], writers_test=user[test], words=words)
+
+
+def _tweets(path):
+    """Labels (n,), 1 for polarity 4, texts and users of the public CSV."""
+    y, text, user = [], [], []
+    with open(path, encoding="latin-1", newline="") as f:  # as published, with stray bytes of other encodings
+        rows = csv.reader(f, strict=True)
+        while True:
+            try:
+                row = next(rows, None)
+            except csv.Error as e:
+                raise UserError(f"{path}, line {rows.line_num}: {e}") from None
+            if row is None:
+                return np.array(y, np.int64), text, user
+            if len(row) != 6 or row[0] not in ("0", "4"):
+                raise UserError(f"{path}, line {rows.line_num}: not polarity (0 or 4), id, date, query, user, text: "
+                                f"{len(row)} columns, the first {row[0][:20] if row else ''!r}")
+            y.append(row[0] == "4")
+            text.append(row[5])
+            user.append(row[4])
+
+
+def _leaf_tweets(root, advice):
+    """Labels, texts, users and whether a tweet is a test one, of LEAF's shards, whose x are id, date, query, user, text, ..."""
+    def read(x, y):
+        y = np.array([{"0": 0, "1": 1, "4": 1}.get(str(label), -1) for label in y], np.int64)
+        if (y < 0).any() or not all(len(tweet) >= 5 and isinstance(tweet[4], str) for tweet in x):
+            raise ValueError("a tweet is not [id, date, query, user, text], or its label not 0 or 1")
+        return np.array([tweet[4] for tweet in x], object), y
+    x, y, x_test, y_test, user, user_test = _leaf(root, read, advice)
+    test = np.arange(len(y) + len(y_test)) >= len(y)
+    return np.concatenate([y, y_test]), [*x, *x_test], np.concatenate([user, user_test]).tolist(), test
+
+
+def word_vectors(source, words, seed=0):
+    """The vectors of padding, of all other words and of words, (2 + len(words), width), from a text file as GloVe's: a word
+    and its numbers on each line. What the file lacks is zero. source "random": N(0, 0.4^2), 300 wide."""
+    if source == "random":
+        vectors = keyed("vectors", seed).normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
+        vectors[0] = 0
+        return torch.from_numpy(vectors)
+    row, vectors, known = {word: i for i, word in enumerate(words, 2)}, None, 0
+    try:
+        with open(source, "rb") as f:
+            for i, line in enumerate(tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines"), 1):
+                width = line.count(b" ") if vectors is None else vectors.shape[1]
+                try:
+                    word, *numbers = line.decode().rstrip().rsplit(" ", width)
+                    if vectors is None:
+                        vectors = np.zeros((len(words) + 2, width), np.float32)
+                    if len(numbers) != width or not width or not word:
+                        raise ValueError(f"a word and {max(1, width)} numbers are wanted, {len(numbers)} are there")
+                    if word in row:
+                        vectors[row[word]] = numbers
+                        known += 1
+                        if not np.isfinite(vectors[row[word]]).all():
+                            raise ValueError("a number is not finite")
+                except ValueError as e:  # of decoding too
+                    raise UserError(f"--vectors {source}, line {i}: {e}") from None
+    except OSError as e:
+        raise UserError(f"--vectors {source}: cannot be read ({e.strerror})") from None
+    if not known:
+        raise UserError(f"--vectors {source}: holds none of the {len(words)} words of the data set")
+    return torch.from_numpy(vectors)
+
+
+def _open(path, mode=None):
+    """The image in that mode; without one, the mode it asks for: L or RGB. UserError if it cannot be read."""
+    from PIL import Image
+    try:
+        with Image.open(path) as image:
+            if image.mode[0] in "IF":
+                raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
+            if mode is None:
+                return "L" if image.mode in ("1", "L") else "RGB"
+            return image.convert(mode)
+    except UserError:
+        raise
+    except Exception as e:  # Pillow raises many kinds for a damaged file
+        raise UserError(f"{path}: not a readable image ({e})") from None
+
+
+def _decode(paths, image_size, centre=False):
     from PIL import Image
 
-    def open_(path, mode=None):
-        """The image in that mode; without one, the mode it asks for: L or RGB."""
-        try:
-            with Image.open(path) as image:
-                if image.mode[0] in "IF":
-                    raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
-                if mode is None:
-                    return "L" if image.mode in ("1", "L") else "RGB"
-                image = image.convert(mode)
-                return image.resize((image_size, image_size), Image.Resampling.BILINEAR) if image_size else image
-        except UserError:
-            raise
-        except Exception as e:  # Pillow raises many kinds for a damaged file
-            raise UserError(f"{path}: not a readable image ({e})") from None
+    def open_(path):
+        image = _open(path, mode)
+        if centre:
+            return _centre(image, image_size)
+        return image.resize((image_size, image_size), Image.Resampling.BILINEAR) if image_size else image
 
-    paths = [path for path, _ in listing]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        mode = "RGB" if "RGB" in pool.map(open_, paths) else "L"
-    first = open_(paths[0], mode)
+        mode = "RGB" if centre or "RGB" in pool.map(_open, paths) else "L"
+    first = open_(paths[0])
     shape = (len(mode), first.height, first.width)
 
     def pixels(path):
-        image = open_(path, mode)
+        image = open_(path)
         if (image.height, image.width) != shape[1:]:
             raise UserError(f"{path}: {image.width}x{image.height} pixels where {paths[0]} has {shape[2]}x{shape[1]}; "
                             "--image-size makes them all one size")
         return np.asarray(image).reshape(shape[1], shape[2], shape[0]).transpose(2, 0, 1)
 
-    x = np.empty((len(listing), *shape), np.uint8)
+    x = np.empty((len(paths), *shape), np.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         decoded = pool.map(pixels, paths)
-        for i, image in enumerate(tqdm(decoded, "decoding images", len(listing), leave=False, disable=None)):
+        for i, image in enumerate(tqdm(decoded, "decoding images", len(paths), leave=False, disable=None)):
             x[i] = image
     return torch.from_numpy(x)
 
@@ -435,7 +843,8 @@ def _glyphs(sizes, seed):
         images.append((image.clamp(0, 1) * 255).round().byte())
     x, x_test = torch.cat(images).split(sizes)
     y, y_test = y.split(sizes)
-    return Data(x.clone(), y, x_test.clone(), y_test, 62, writers=writer[:sizes[0]])
+    writers, writers_test = np.split(writer, sizes[:1])
+    return Data(x.clone(), y, x_test.clone(), y_test, 62, writers=writers, writers_test=writers_test)
 
 
 def glyphs(train=None, test=None, seed=0):
@@ -444,20 +853,29 @@ def glyphs(train=None, test=None, seed=0):
     return _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
 
 
+PAD = 4  # of crop, at 32x32 pixels and at Tiny-ImageNet's 64x64 alike (FedMLB's code)
+
+
 def resolve_augment(args):
-    """The augmentations in force: a dict of crop, flip -> True and rotate -> degrees."""
-    auto = "" if args.dataset in ("mnist", "glyphs") else "crop,flip"  # a mirrored character is another one
+    """The augmentations in force: a dict of crop, flip -> True and rotate -> degrees; seed -> True where files are augmented
+    when they are decoded."""
+    if args.dataset == "imagenet-200":
+        return {"seed": True} if args.augment == "auto" else {}
+    plain = args.dataset in ("mnist", "emnist", "femnist", "glyphs", "sent140")  # a mirrored character is another one
+    auto = "" if plain else "crop,flip"
     names = {"auto": auto, "none": ""}.get(args.augment, args.augment).split(",")
     return {name.rstrip("0123456789"): int(name[6:]) if name.startswith("rotate") else True for name in names if name}
 
 
 def draw_augment(augment, rng, shape, size):
     """The random numbers of an augmentation, one entry an image: {name: array of the given shape}; size in pixels."""
-    pad, draws = size // 8, {}
+    draws = {}
+    if "seed" in augment:
+        draws["seed"] = rng.integers(2**62, size=shape)
     if "rotate" in augment:
         draws["rotate"] = rng.uniform(-augment["rotate"], augment["rotate"], shape).astype(np.float32)
     if "crop" in augment:
-        draws["crop"] = rng.integers(2 * pad + 1, size=(*shape, 2))
+        draws["crop"] = rng.integers(2 * PAD + 1, size=(*shape, 2))
     if "flip" in augment:
         draws["flip"] = rng.random(shape) < 0.5
     return draws
@@ -465,7 +883,9 @@ def draw_augment(augment, rng, shape, size):
 
 def apply_augment(x, draws):
     """x (batch, channels, size, size) uint8, rotated, cropped and flipped in that order, each image by its own draws.
-    As torchvision's RandomRotation, RandomCrop(padding=size // 8) and RandomHorizontalFlip on each image."""
+    As torchvision's RandomRotation, RandomCrop(padding=4) and RandomHorizontalFlip on each image."""
+    if not draws:
+        return x
     b, c, size, _ = x.shape
     if "rotate" in draws:
         turn = draws["rotate"] * (math.pi / 180)
@@ -473,11 +893,11 @@ def apply_augment(x, draws):
         theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(b, 2, 3)
         x = F.grid_sample(x.float(), F.affine_grid(theta, x.shape, align_corners=False), "nearest", align_corners=False).byte()
     if "crop" in draws:
-        pad, steps = size // 8, torch.arange(size, device=x.device)
+        steps = torch.arange(size, device=x.device)
         rows = draws["crop"][:, 0, None] + steps  # (batch, size)
         columns = draws["crop"][:, 1, None] + steps
-        at = (rows[:, :, None] * (size + 2 * pad) + columns[:, None, :]).view(b, 1, -1)
-        x = F.pad(x, (pad,) * 4).flatten(2).gather(2, at.expand(b, c, -1)).view(b, c, size, size)
+        at = (rows[:, :, None] * (size + 2 * PAD) + columns[:, None, :]).view(b, 1, -1)
+        x = F.pad(x, (PAD,) * 4).flatten(2).gather(2, at.expand(b, c, -1)).view(b, c, size, size)
     if "flip" in draws:
         x = torch.where(draws["flip"].view(b, 1, 1, 1), x.flip(3), x)
     return x
@@ -567,14 +987,38 @@ def similarity_partition(labels, clients, similarity, seed):
     return [rng.permutation(np.concatenate(pair)) for pair in chunks]
 
 
-def natural_partition(writers, clients, seed):
-    """One client a writer, for clients writers chosen at random; the other writers' samples are left out."""
-    names, owner = np.unique(writers, return_inverse=True)
-    if clients > len(names):
-        raise UserError(f"--clients {clients}: the data set has {len(names)} writers")
-    chosen = keyed("natural", seed).choice(len(names), clients, replace=False)
-    parts = np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1])
-    return [parts[i] for i in chosen]
+def natural_groups(writers, clients, seed, users=None):
+    """The writers of each client: of users writers (without it, clients) chosen at random, even shares in random order."""
+    names, users = np.unique(writers), users or clients
+    if users > len(names):
+        raise UserError(f"--{'users' if users > clients else 'clients'} {users}: the data set has {len(names)} writers")
+    return np.array_split(keyed("natural", seed).choice(names, users, replace=False), clients)
+
+
+def _samples_of(groups, writers):
+    """The indices of each group's samples, in order."""
+    names, group = np.concatenate(groups), np.repeat(np.arange(len(groups)), [len(g) for g in groups])
+    order = np.argsort(names)
+    at = order[np.searchsorted(names, writers, sorter=order).clip(max=len(names) - 1)]
+    return _by_owner(np.where(names[at] == writers, group[at], len(groups)), len(groups))
+
+
+def _by_owner(owner, clients):
+    """Sample indices by owner, in order; those whose owner is the number of clients are nobody's."""
+    ends = np.cumsum(np.bincount(owner, minlength=clients + 1))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1])[:-1]
+
+
+def natural_partition(writers, clients, seed, users=None):
+    """One client a writer, for clients writers chosen at random; or users writers, grouped into clients. The other writers'
+    samples are left out."""
+    return _samples_of(natural_groups(writers, clients, seed, users), writers)
+
+
+def natural_iid_partition(writers, clients, seed, users=None):
+    """The samples of the writers of natural_partition, dealt at random: rFedAvg's IID rows of FEMNIST and Sent140."""
+    samples = np.sort(np.concatenate(natural_partition(writers, clients, seed, users)))
+    return [samples[part] for part in iid_partition(samples, clients, seed)]
 
 
 def file_partition(path, samples, clients):
@@ -629,13 +1073,87 @@ def partition(data, args):
     elif args.partition == "file":
         parts = file_partition(args.split_file, len(labels), args.clients)
     elif data.writers is None:
-        raise UserError(f"--partition natural: --dataset {args.dataset} does not say who wrote each image; glyphs does")
+        raise UserError(f"--partition {args.partition}: --dataset {args.dataset} does not say who made each sample; "
+                        "femnist, sent140 and glyphs do")
     else:
-        parts = natural_partition(data.writers, args.clients, seed)
+        by_writer = natural_partition if args.partition == "natural" else natural_iid_partition
+        parts = by_writer(data.writers, args.clients, seed, args.users)
     for k, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"--partition {args.partition}: client {k} of {args.clients} gets no sample; use fewer --clients")
     return parts
+
+
+def test_partition(data, parts, args):
+    """The clients' test indices: with --partition natural the test samples of their writers, else of each class the same
+    share as of its training samples, drawn at random. A client may have none."""
+    if args.partition == "natural":
+        tests = _samples_of(natural_groups(data.writers, args.clients, args.data_seed, args.users), data.writers_test)
+    else:
+        counts, labels = label_counts(data, parts), data.y_test.numpy()
+        owner, rng = np.full(len(labels), len(parts)), keyed("client-test", args.data_seed)
+        for label, held in enumerate(counts.T):
+            if held.any():  # else the class is nobody's
+                at = rng.permutation(np.flatnonzero(labels == label))
+                ends = np.round(held.cumsum() / held.sum() * len(at)).astype(np.int64)
+                owner[at] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
+        tests = _by_owner(owner, len(parts))
+    if not any(map(len, tests)):
+        raise UserError("--client-test: no test sample is of a class that a client has")
+    return tests
+
+
+def label_counts(data, parts):
+    """Training samples of each client and class, (clients, classes)."""
+    return np.stack([np.bincount(data.y.numpy()[part], minlength=data.classes) for part in parts])
+
+
+def describe(args, plot=None):
+    """Print how --partition deals the training samples, one line a client; plot: a file for a picture of the label
+    distribution as FedCKA's Fig. 4."""
+    if plot:
+        _check_plot(pathlib.Path(plot))
+    data = load_data(args)
+    parts = partition(data, args)
+    tests = test_partition(data, parts, args) if args.client_test else None
+    counts = label_counts(data, parts)
+    sizes, held = counts.sum(1), (counts > 0).sum(1)
+    shape = f"up to {data.x.shape[1]} words" if data.words is not None else "x".join(map(str, data.x.shape[1:]))
+    print(f"{args.dataset}: {len(data.y):,} training and {len(data.y_test):,} test samples ({shape}) of {data.classes} classes")
+    print(f"{args.partition}: {len(parts)} clients with {sizes.sum():,} training samples, {sizes.min():,} to {sizes.max():,} "
+          f"each (mean {sizes.mean():,.1f}, deviation {sizes.std():,.1f}), of {held.min()} to {held.max()} classes")
+    print(f"{'client':>6} {'samples':>8} {'classes':>8} {'largest':>8}" + f" {'test':>8}" * args.client_test)
+    for k, (size, classes, largest) in enumerate(zip(sizes, held, counts.max(1))):
+        test = f" {len(tests[k]):8,}" if tests else ""
+        print(f"{k:6} {size:8,} {classes:8} {largest / size:8.0%}{test}  {'#' * max(1, round(50 * size / sizes.max()))}")
+    if plot:
+        _plot_labels(counts, plot)
+
+
+def _check_plot(path):
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError("--plot: needs matplotlib (pip install matplotlib)") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"--plot {path}: " + ("exists already" if path.exists() else f"there is no folder {path.parent}"))
+    if path.suffix[1:] not in known:
+        raise UserError(f"--plot {path}: must end in one of {', '.join(sorted(known))}")
+
+
+def _plot_labels(counts, path):
+    from matplotlib.figure import Figure
+    figure = Figure((max(4.0, min(16.0, 1.5 + 0.25 * len(counts))), max(3.0, min(8.0, 1 + 0.25 * counts.shape[1]))),
+                    layout="constrained")
+    axes, picture = figure.add_subplot(), io.BytesIO()
+    image = axes.imshow(counts.T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest")
+    axes.set(xlabel="client", ylabel="class")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, label="training samples")
+    figure.savefig(picture, format=pathlib.Path(path).suffix[1:], dpi=150)
+    _write(path, picture.getbuffer())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -657,6 +1175,28 @@ class Residual(nn.Module):
         return F.relu(self.branch(x) + self.shortcut(x))
 
 
+class Bypass(nn.Module):
+    """branch(x) + x."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return self.branch(x) + x
+
+
+class Concat(nn.ModuleList):
+    """The channels of all modules' outputs."""
+
+    def forward(self, x):
+        return torch.cat([module(x) for module in self], 1)
+
+
+class Head(nn.Sequential):
+    """A block with parameters behind which FedMLB's authors do not branch: between the last branch point and the classifier."""
+
+
 def _conv(inputs, outputs, size, stride=1):
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
@@ -673,6 +1213,11 @@ def _basic(inputs, planes, stride, norm):
     return branch, planes
 
 
+def _pool():
+    """The block of global average pooling."""
+    return "pool", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 def _resnet(stem, block, depths, planes, norm=nn.BatchNorm2d):
     """The blocks of a residual network and the width of its features: stem, stages, global average pooling."""
     blocks, width = [("stem", stem)], stem[0].out_channels
@@ -687,7 +1232,7 @@ def _resnet(stem, block, depths, planes, norm=nn.BatchNorm2d):
             stage.append(Residual(branch, shortcut))
             width = outputs
         blocks.append((f"stage{i + 1}", nn.Sequential(*stage)))
-    return [*blocks, ("pool", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))], width
+    return [*blocks, _pool()], width
 
 
 def _he(blocks, width):
@@ -756,18 +1301,140 @@ def cnn_mcmahan(channels, size):
     return _plain(channels, size, (32, 64), 5, 2, (512,))
 
 
+def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
+    """Convolution with bias, GroupNorm of two groups and activation: of the small networks of FedMLB's authors, whose exact
+    shapes are those of their later repository (FedACG)."""
+    layers = [nn.Conv2d(inputs, outputs, size, padding=options.pop("padding", size // 2), **options), nn.GroupNorm(2, outputs)]
+    return [*layers, activation()] if activation else layers
+
+
+def vgg9(channels, size):
+    """VGG-9 with GroupNorm."""
+    blocks, widths = [], (channels, 32, 64, 128, 128, 256, 256)
+    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:]), 1):
+        blocks.append((f"conv{i}", nn.Sequential(*[nn.MaxPool2d(2)] * (i in (3, 5)), *_layer(inputs, outputs, 3))))
+        nn.init.zeros_(blocks[-1][1][-3].bias)
+    head = Head(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+                nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
+    return _he([*blocks, ("head", head)], 512)
+
+
+def mobilenet(channels, size):
+    """MobileNetV2 with GroupNorm, for 32x32 images: a 1x1 stem, strides of 2 in stages 2, 3 and 4."""
+    def unit(inputs, outputs, stride, expansion):
+        width = inputs * expansion
+        branch = nn.Sequential(*_layer(inputs, width, 1, nn.ReLU6),
+                               *_layer(width, width, 3, nn.ReLU6, stride=stride, groups=width),
+                               *_layer(width, outputs, 1, None))
+        return Bypass(branch) if stride == 1 and inputs == outputs else branch
+
+    def stage(repeats, inputs, outputs, stride, expansion=6):
+        first = unit(inputs, outputs, stride, expansion)
+        return nn.Sequential(first, *(unit(outputs, outputs, 1, expansion) for _ in range(repeats - 1)))
+
+    blocks = [("stem", nn.Sequential(*_layer(channels, 32, 1, nn.ReLU6, padding=1))), ("stage1", stage(1, 32, 16, 1, 1)),
+              ("stage2", stage(2, 16, 24, 2)), ("stage3", stage(3, 24, 32, 2)), ("stage4", stage(4, 32, 64, 2)),
+              ("stage5", stage(3, 64, 96, 1)), ("stage6", stage(3, 96, 160, 1)),
+              ("head", Head(*stage(1, 160, 320, 1), *_layer(320, 1280, 1, nn.ReLU6)))]
+    return [*blocks, _pool()], 1280
+
+
+def shufflenet(channels, size):
+    """ShuffleNet (version 1) of three groups, with GroupNorm."""
+    def unit(inputs, outputs):  # the first of a stage is wider and halves the resolution
+        first, middle = inputs != outputs, outputs // 4
+        branch = nn.Sequential(*_layer(inputs, middle, 1, groups=3), nn.ChannelShuffle(3),
+                               *_layer(middle, middle, 3, None, stride=1 + first, groups=middle),
+                               *_layer(middle, outputs - inputs * first, 1, None, groups=3))
+        return nn.Sequential(Concat([nn.AvgPool2d(3, 2, 1), branch]), nn.ReLU()) if first else Residual(branch, nn.Identity())
+
+    blocks, widths = [("stem", nn.Sequential(*_layer(channels, 24, 3)))], (24, 240, 480, 960)
+    for i, (depth, inputs, outputs) in enumerate(zip((4, 8, 4), widths, widths[1:]), 2):
+        blocks.append((f"stage{i}", nn.Sequential(unit(inputs, outputs), *(unit(outputs, outputs) for _ in range(depth - 1)))))
+    return [*blocks, _pool()], 960
+
+
+def squeezenet(channels, size):
+    """SqueezeNet with GroupNorm and bypasses around every other fire module. Its last 1x1 convolution, averaged over all
+    positions, is the classifier on averaged features."""
+    def fire(inputs, squeeze, outputs):
+        expand = Concat([nn.Sequential(*_layer(squeeze, outputs // 2, k)) for k in (1, 3)])
+        module = nn.Sequential(*_layer(inputs, squeeze, 1), expand)
+        return Bypass(module) if inputs == outputs and outputs < 512 else module
+
+    blocks, inputs = [("stem", nn.Sequential(*_layer(channels, 96, 3), nn.MaxPool2d(2)))], 96
+    for i, (squeeze, outputs) in enumerate([(s, 8 * s) for s in (16, 32, 48, 64) for _ in range(2)], 2):
+        module = fire(inputs, squeeze, outputs)
+        blocks.append((f"fire{i}", nn.Sequential(module, nn.MaxPool2d(2)) if i in (4, 8) else module))
+        inputs = outputs
+    return [*blocks[:-1], ("fire9", Head(*blocks[-1][1])), _pool()], 512
+
+
+class Embedding(nn.Module):
+    """(batch, steps) numbers of words -> (batch, steps, width + 1): their vectors, which are not trained, and in the last
+    channel 1 for a word, 0 for padding (number 0)."""
+
+    def __init__(self, words, width):
+        super().__init__()
+        self.register_buffer("vectors", torch.zeros(words, width))
+
+    def forward(self, x):
+        if x.is_floating_point():
+            raise UserError("--model lstm reads words, which a method cannot mix or resize as it does images")
+        return torch.cat([F.embedding(x.int(), self.vectors), (x != 0).unsqueeze(2).to(self.vectors)], 2)
+
+
+class Recurrent(nn.Module):
+    """An LSTM layer that hands on the last channel of its input, which marks padding, and is 0 there; with last its output at
+    the last word alone, (batch, width)."""
+
+    def __init__(self, inputs, width, last):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(inputs, width, batch_first=True), last
+
+    def train(self, mode=True):
+        return super().train()  # in both modes the same, but cuDNN has no backward pass in the other
+
+    def forward(self, x):
+        word = x[:, :, -1:]  # (batch, steps, 1)
+        h = self.lstm(x[:, :, :-1])[0] * word
+        if not self.last:
+            return torch.cat([h, word], 2)
+        at = (word.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (batch, 1, 1)
+        return h.gather(1, at.expand(-1, -1, h.shape[2])).squeeze(1)
+
+
+def lstm(words, width):
+    """The two-layer LSTM of rFedAvg for text, on the vectors, width wide, of so many words."""
+    return [("lstm1", nn.Sequential(Embedding(words, width), Recurrent(width, 256, last=False))),
+            ("lstm2", Recurrent(256, 256, last=True))], 256
+
+
 NETS = {"resnet56": resnet56, "resnet18": resnet18, "resnet18-gn": resnet18_gn, "resnet50": resnet50,
-        "cnn": cnn, "cnn-moon": cnn_moon, "cnn-mcmahan": cnn_mcmahan}
+        "cnn": cnn, "cnn-moon": cnn_moon, "cnn-mcmahan": cnn_mcmahan,
+        "vgg9": vgg9, "mobilenet": mobilenet, "shufflenet": shufflenet, "squeezenet": squeezenet,
+        "lstm": lstm}
 
 
 def build_net(name, classes, channels=3, size=32, projection=0):
-    """The network called name as an nn.Sequential of its blocks, the last of them the classifier. projection: width of the
-    output of a two-layer head before the classifier (MOON), 0 for none."""
+    """The network called name as an nn.Sequential of its blocks, the last of them the classifier. channels, size: of images;
+    of text the number of words and the width of their vectors, which are zero. projection: width of the output of a two-layer
+    head before the classifier (MOON), 0 for none."""
     blocks, features = NETS[name](channels, size)
     if projection:
         blocks.append(("projection", nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, projection))))
         features = projection
     return nn.Sequential(OrderedDict([*blocks, ("classifier", Classifier(features, classes))]))
+
+
+def net_for(data, args):
+    """The network that args name for data, with the vectors of its words."""
+    if data.words is None:
+        return build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection)
+    vectors = word_vectors(args.vectors, data.words, args.data_seed)
+    net = build_net("lstm", data.classes, *vectors.shape, args.projection)
+    net[0][0].vectors.copy_(vectors)
+    return net
 
 
 def has_batch_norm(net):
@@ -791,7 +1458,7 @@ def at_width(module, x, width):
     for name, layer in module.named_modules():
         prefix = name + "." if name else ""
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            if getattr(layer, "groups", 1) != 1:
+            if getattr(layer, "groups", 1) != 1 and width < 1:
                 raise UserError("a sub-network of grouped convolutions is not defined; use another --model")
             outputs, inputs = layer.weight.shape[:2]
             # a linear layer behind flattened maps has several inputs a channel
@@ -805,7 +1472,7 @@ def at_width(module, x, width):
             channels = make_divisible(layer.weight.shape[0], width)
             tensors[prefix + "weight"], tensors[prefix + "bias"] = layer.weight[:channels], layer.bias[:channels]
             tensors |= {prefix + buffer: None for buffer, _ in layer.named_buffers(recurse=False)}
-        elif next(layer.parameters(recurse=False), None) is not None:
+        elif width < 1 and (isinstance(layer, Concat) or next(layer.parameters(recurse=False), None) is not None):
             raise UserError(f"a sub-network of {type(layer).__name__} is not defined; use another --model")
     return torch.func.functional_call(module, tensors, (x,))
 
@@ -871,6 +1538,20 @@ def nbytes(tree):
     return sum(t.numel() * t.element_size() for t in tensors_in(tree))
 
 
+def channels_last(x):
+    """x in that memory format if it is of images."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def _copied(net):
+    """A copy of net; the weights of its LSTM layers lie in one piece again, as cuDNN wants them."""
+    net = copy.deepcopy(net)
+    for module in net.modules():
+        if isinstance(module, nn.LSTM):
+            module.flatten_parameters()
+    return net
+
+
 def autocast(args, device):
     """--precision bf16; no weight cache, which would go stale in a CUDA graph."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16", cache_enabled=False)
@@ -913,15 +1594,20 @@ def learning_rate(args, round_):
     return args.lr * args.lr_decay ** (round_ - 1)
 
 
-def sgd(net, args):
-    """SGD whose momentum buffers exist from the start and whose step clips the gradient norm first (--clip)."""
+def optimizer(net, args):
+    """SGD or RMSprop whose state exists from the start and whose step clips the gradient norm first (--clip)."""
     device = next(net.parameters()).device
     cuda = device.type == "cuda"
     lr = torch.tensor(args.lr, device=device) if cuda else args.lr  # a float would be baked into a CUDA graph
-    opt = torch.optim.SGD(net.parameters(), lr, args.momentum, weight_decay=args.weight_decay,
-                          nesterov=args.nesterov and args.momentum > 0, fused=cuda or None)
-    if args.momentum:
-        for p in net.parameters():
+    if args.optimizer == "rmsprop":
+        opt = torch.optim.RMSprop(net.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay, capturable=cuda)
+    else:
+        opt = torch.optim.SGD(net.parameters(), lr, args.momentum, weight_decay=args.weight_decay,
+                              nesterov=args.nesterov and args.momentum > 0, fused=True)
+    for p in net.parameters():
+        if args.optimizer == "rmsprop":
+            opt.state[p].update(step=torch.zeros((), device=device), square_avg=torch.zeros_like(p))
+        if args.momentum:
             opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
     if args.clip:
         def clip(*_):
@@ -938,13 +1624,15 @@ class Worker:
     def __init__(self, net, data, args, steps):
         """net: the global network, copied; steps: the most that any client trains in a round."""
         self.data, self.args, self.device, self.template = data, args, data.x.device, net
-        self.net = cast_blocks(copy.deepcopy(net), args, self.device)
-        self.opt = sgd(self.net, args)
+        self.net = cast_blocks(_copied(net), args, self.device)
+        self.opt = optimizer(self.net, args)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.augment, self.batch_norm = resolve_augment(args), has_batch_norm(net)
         self.t = torch.zeros(1, dtype=torch.long, device=self.device)  # the step within the client's round
         self.draws = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # summed over samples
+        # where images are decoded ahead, those of the current batch
+        self.images = data.x.new_zeros(args.batch_size, *data.x.shape[1:]) if data.paths else None
         self.pins, self.nets, self.graphs, self.step, self.steps = {}, {}, {}, None, steps
         # host-drawn random numbers of a client's round: one row a step, read through t
         self.tables = {name: torch.from_numpy(row).new_zeros(steps, *row.shape[1:], device=self.device)
@@ -965,7 +1653,7 @@ class Worker:
         """A copy of the network in eval mode and without gradients, holding weights (a state_dict), by default those that
         worker.net holds now."""
         if name not in self.nets:
-            frozen = copy.deepcopy(self.template).eval().requires_grad_(False)
+            frozen = _copied(self.template).eval().requires_grad_(False)
             self.nets[name] = cast_blocks(frozen, self.args, self.device)
         _load(self.nets[name], self.net.state_dict() if weights is None else weights)
         return self.nets[name]
@@ -988,9 +1676,10 @@ class Worker:
     @torch.no_grad()
     def batches(self, client):
         """(x, y) over all samples of the client in order, not augmented, outside training."""
-        for index in torch.from_numpy(client.index).to(self.device).split(500):
-            x = self.data.normalise(self.data.x[index]).contiguous(memory_format=torch.channels_last)
-            yield x, self.data.y[index]
+        # even parts, of which none is a single sample, on which batch norm in training mode fails
+        indices = torch.from_numpy(client.index).tensor_split(math.ceil(len(client) / 500))
+        for index, x in zip(indices, self.data.images(indices)):
+            yield channels_last(self.data.normalise(x.to(self.device))), self.data.y[index.to(self.device)]
 
     # --- one client's round
 
@@ -998,7 +1687,7 @@ class Worker:
         """A generator that trains one client: it yields after each batch and returns the Upload. Only the batches run on
         the worker's own stream, so workers overlap there; all else is in order on the current stream."""
         args, sizes = self.args, batch_sizes(len(client), self.args, self.batch_norm)
-        self._begin(client, server, weights, sizes)
+        ahead = self._begin(client, server, weights, sizes)
         method = local_update(self, client, server, args)
         step = next(method)
         if self.keep_first_step:
@@ -1009,6 +1698,8 @@ class Worker:
         for i, size in enumerate(sizes):
             self.shape = self.shapes[i] if self.shapes else None
             with on_stream:
+                if self.data.paths:
+                    self._fill(self.images, next(ahead))
                 if self._graphed(size):
                     if self.shape not in self.graphs:
                         self._capture(step)
@@ -1025,7 +1716,7 @@ class Worker:
         else:
             raise RuntimeError("local_update yields once, its step")
         if args.persist_opt:
-            client.state["momentum"] = self._momentum()
+            client.state["momentum"] = self._opt_state()
         client.state = tree_map(lambda t: t.detach().to("cpu", copy=True), client.state)
         upload = {k: v.detach().clone() for k, v in self.net.state_dict().items()}
         loss = self.loss / max(1, sum(sizes))
@@ -1036,8 +1727,8 @@ class Worker:
         args = self.args
         _load(self.net, weights)
         self.net.train()
-        momentum, kept = self._momentum(), client.state.get("momentum")
-        for i, buffer in enumerate(momentum):
+        kept = client.state.get("momentum")
+        for i, buffer in enumerate(self._opt_state()):
             buffer.zero_() if kept is None else buffer.copy_(kept[i])
         lr = learning_rate(args, server["round"])
         for group in self.opt.param_groups:
@@ -1045,14 +1736,18 @@ class Worker:
         self.t.zero_()
         self.loss.zero_()
         self.sizes, self.key, self.shapes, self.lr = sizes, (args.seed, server["round"], client.id), None, lr
-        for name, rows in self._draw(client.index, len(sizes), keyed("batches", *self.key)).items():
+        tables = self._draw(client.index, len(sizes), keyed("batches", *self.key))
+        for name, rows in tables.items():
             self._fill(self.tables[name], torch.from_numpy(rows))
+        batches = [[row[:size] for row, size in zip(tables[name], sizes)] for name in ("index", "seed") if name in tables]
+        return self.data.images(*batches) if self.data.paths else None
 
     def _fill(self, table, rows):
         table[:len(rows)].copy_(rows.pin_memory() if self.stream else rows, non_blocking=True)
 
-    def _momentum(self):
-        return [state["momentum_buffer"] for state in self.opt.state.values() if "momentum_buffer" in state]
+    def _opt_state(self):
+        """The optimizer's tensors: momentum buffers; of RMSprop steps and averaged squares too."""
+        return [v for state in self.opt.state.values() for v in state.values() if torch.is_tensor(v)]
 
     def _draw(self, index, steps, rng):
         """Tables of (steps, batch size, ...): which samples, and how to augment each. A short batch uses a part of its row."""
@@ -1060,14 +1755,13 @@ class Worker:
         epochs, width = math.ceil(steps / rows), rows * self.args.batch_size
         order = rng.permuted(np.tile(index, (epochs, 1)), axis=1)[:, :width]
         order = np.pad(order, ((0, 0), (0, width - order.shape[1]))).reshape(epochs * rows, self.args.batch_size)
-        return {"index": order[:steps], **draw_augment(self.augment, rng, (steps, self.args.batch_size), self.data.x.shape[-2])}
+        return {"index": order[:steps], **draw_augment(self.augment, rng, (steps, self.args.batch_size), self.data.x.shape[-1])}
 
     def _step(self, step, size):
         rows = {name: table.index_select(0, self.t)[0, :size] for name, table in self.tables.items()}
         index = rows.pop("index")
-        x = self.data.normalise(apply_augment(self.data.x.index_select(0, index), rows))
-        x = x.contiguous(memory_format=torch.channels_last)
-        loss = step(x, self.data.y.index_select(0, index))
+        x = self.images[:size] if self.data.paths else apply_augment(self.data.x.index_select(0, index), rows)
+        loss = step(channels_last(self.data.normalise(x)), self.data.y.index_select(0, index))
         self.loss.add_(loss.detach(), alpha=size)
         self.t.add_(1)
 
@@ -1079,7 +1773,7 @@ class Worker:
     def _capture(self, step):
         """Record one step on a full batch as a CUDA graph. Warm-up moves weights, statistics and momentum, so they are put
         back; a step writes to nothing else."""
-        moved = [*self.net.state_dict().values(), *self._momentum(), self.t, self.loss]
+        moved = [*self.net.state_dict().values(), *self._opt_state(), self.t, self.loss]
         before = [v.clone() for v in moved]
         for _ in range(3):
             self.t.zero_()
@@ -1119,6 +1813,8 @@ class Pool:
         if args.workers == "auto" and args.device != "cpu":
             return 0, CORES
         count = min(sampled, min(CORES, 8) if args.workers == "auto" else args.workers)
+        if args.dataset == "imagenet-200" and args.device == "cpu":
+            count = 1  # processes that decode images cannot be forked safely from several threads
         return count, max(1, CORES // count) if args.device == "cpu" else CORES
 
     def close(self):
@@ -1195,9 +1891,10 @@ class Pool:
 @torch.no_grad()
 def average(net, uploads, server, args):
     """FedAvg's server: w <- sum_k alpha_k w_k over parameters and batch-norm statistics, summed in fp32 in the order of the
-    uploads, and a step of the server optimizer from w towards it. Integer counters, which no computation reads, are those
-    of the last upload."""
-    mean = {k: torch.zeros_like(v) for k, v in net.state_dict().items() if v.is_floating_point()}
+    uploads, and a step of the server optimizer from w towards it. Integer counters, which no computation reads, and word
+    vectors, which nobody trains, are those of the last upload."""
+    mean = {k: torch.zeros_like(v) for k, v in net.state_dict().items()
+            if v.is_floating_point() and not k.endswith(".vectors")}
     for upload in uploads:
         torch._foreach_add_(list(mean.values()), [upload.weights[k] for k in mean], alpha=upload.weight)
     _load(net, {**upload.weights, **mean, **server_step(dict(net.named_parameters()), mean, server, args)})
@@ -1223,19 +1920,32 @@ def server_step(w, mean, server, args):
 
 
 @torch.no_grad()
-def evaluate(net, data, args, pool_map=map):
-    """Accuracy in percent and mean cross-entropy of net, in eval mode, on the whole test set."""
+def evaluate(net, data, args, pool_map=map, hits=None):
+    """Accuracy in percent and mean cross-entropy of net, in eval mode, on the whole test set. hits: a tensor (test samples,)
+    to be filled with which of them are right."""
     net.eval()
 
     def batch(xy):
-        x = data.normalise(xy[0]).contiguous(memory_format=torch.channels_last)
+        x = channels_last(data.normalise(xy[0]))
         with torch.no_grad(), autocast(args, x.device):
             out = net(x).float()
-        return torch.stack([(out.argmax(1) == xy[1]).sum().double(), F.cross_entropy(out, xy[1], reduction="sum").double()])
+        right = out.argmax(1) == xy[1]
+        return right, torch.stack([right.sum().double(), F.cross_entropy(out, xy[1], reduction="sum").double()])
 
-    size = 2000 if data.x.is_cuda else 250
-    correct, loss = torch.stack(list(pool_map(batch, zip(data.x_test.split(size), data.y_test.split(size))))).sum(0).tolist()
+    size = 2000 if data.y.is_cuda else 250
+    right, sums = zip(*pool_map(batch, zip(data.x_test.split(size), data.y_test.split(size))))
+    correct, loss = torch.stack(sums).sum(0).tolist()
+    if hits is not None:
+        hits.copy_(torch.cat(right))
     return 100 * correct / len(data.y_test), loss / len(data.y_test)
+
+
+def client_summary(hits, tests):
+    """Readings of the clients' accuracies in percent, over those that have test samples: worst, best, 10th percentile and
+    population variance. hits: right or wrong of each test sample; tests: indices of each client."""
+    accuracies = [100 * hits[test].mean() for test in tests if len(test)]
+    return {"client_acc_worst": min(accuracies), "client_acc_best": max(accuracies),
+            "client_acc_p10": float(np.percentile(accuracies, 10)), "client_acc_var": float(np.var(accuracies))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1468,7 +2178,24 @@ def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size
     raise SystemExit(code)
 
 
+def _check_inputs(args):
+    """UserError where --dataset, --model and --vectors do not go together, or a file is not there: before data are read."""
+    for flag in ("vectors", "split_file"):
+        path = getattr(args, flag)
+        if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
+            raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
+    if (args.dataset == "sent140") != (args.model == "lstm"):
+        raise UserError(f"argument --model: --dataset {args.dataset} is " +
+                        ("text; use lstm" if args.dataset == "sent140" else "of images, and lstm is for text (sent140)"))
+    if args.vectors and args.model != "lstm":
+        raise UserError("argument --vectors: only read by --model lstm")
+    if args.model == "lstm" and not args.vectors:
+        raise UserError("argument --vectors: needed by --model lstm; glove.6B.300d.txt is in "
+                        "https://nlp.stanford.edu/data/glove.6B.zip; or say random")
+
+
 def _run(args, script, local_update, aggregate, after_round, adapt):
+    _check_inputs(args)
     args.out = args.out or f"runs/{script}-{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     with contextlib.closing(Run(args.out, script, args)) as folder_:
         return _train(args, folder_, local_update, aggregate, after_round, adapt)
@@ -1480,11 +2207,10 @@ def _train(args, folder_, local_update, aggregate, after_round, adapt):
     device = _set_up(args)
 
     data = load_data(args)
-    if data.x.shape[-1] != data.x.shape[-2]:
-        raise UserError(f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; --image-size makes them square")
     parts = partition(data, args)
+    tests = test_partition(data, parts, args) if args.client_test else None
     torch.manual_seed(args.seed)
-    net = build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection)
+    net = net_for(data, args)
     if adapt:
         adapt(net, args)
     net, data = net.to(device, memory_format=torch.channels_last).eval(), data.to(device)
@@ -1510,7 +2236,8 @@ def _train(args, folder_, local_update, aggregate, after_round, adapt):
     with contextlib.closing(pool), bar:
         while server["round"] < args.rounds:
             server["round"] += 1
-            row = _round(args, net, data, parts, server, states, pool, local_update, aggregate, after_round, folder_, bar)
+            row = _round(args, net, data, parts, tests, server, states, pool,
+                         local_update, aggregate, after_round, folder_, bar)
             accuracy = "" if row["test_acc"] is None else f"  acc {row['test_acc']:5.2f}%  test loss {row['test_loss']:.4f}"
             if not workers:  # settled in the first round
                 folder_.config["workers"] = workers = len(pool.workers)
@@ -1533,7 +2260,8 @@ def _set_up(args):
     """Precision and determinism of the process; returns the device."""
     device = torch.device(args.device)
     torch.backends.cuda.matmul.fp32_precision = "ieee"  # Gram matrices and power iterations need it, also in backward
-    torch.backends.cudnn.conv.fp32_precision = "ieee" if args.precision == "fp32" else "tf32"
+    for layers in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        layers.fp32_precision = "ieee" if args.precision == "fp32" else "tf32"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -1544,7 +2272,7 @@ def _set_up(args):
     return device
 
 
-def _round(args, net, data, parts, server, states, pool, local_update, aggregate, after_round, folder_, bar):
+def _round(args, net, data, parts, tests, server, states, pool, local_update, aggregate, after_round, folder_, bar):
     """One communication round; returns its row of metrics.jsonl."""
     t, last, sampled = server["round"], server["round"] == args.rounds, sampled_clients(args)
     chosen = sorted(keyed("sample", args.seed, t).choice(len(parts), sampled, replace=False).tolist())
@@ -1596,7 +2324,11 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)
     trained = time.perf_counter()
-    accuracy, loss = evaluate(net, data, args, pool.map) if last or t % args.eval_every == 0 else (None, None)
+    accuracy, loss, by_client = None, None, {}
+    if last or t % args.eval_every == 0:
+        hits = torch.zeros(len(data.y_test), dtype=torch.bool)
+        accuracy, loss = evaluate(net, data, args, pool.map, hits)
+        by_client = client_summary(hits.numpy(), tests) if tests else {}
     evaluated = time.perf_counter()
 
     samples = sum(n for _, _, n, _ in seen)
@@ -1611,7 +2343,8 @@ def _round(args, net, data, parts, server, states, pool, local_update, aggregate
            "samples_per_s": samples / waited,
            "bytes_down": sampled * nbytes(weights) + sum(client.bytes_down for client in clients),
            "bytes_up": sum(b for *_, b in seen) + sum(client.bytes_up for client in clients),
-           "peak_memory": _peak_memory(pool.device), **summary(history), **server.pop("report", {})}
+           "peak_memory": _peak_memory(pool.device),
+           **summary(history), **by_client, **server.pop("report", {})}
     if after_round:
         row["seconds"]["synchronise"] = trained - aggregated
     folder_.clock = evaluated
@@ -1629,3 +2362,18 @@ def _peak_memory(device):
         return torch.cuda.max_memory_allocated(device)
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main(argv=None):
+    parser = flags("Shows how a data set's samples go to clients, without training:\n    python common.py --describe FLAGS")
+    parser.add_argument("--describe", action="store_true", required=True, help="one line a client")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the label distribution; needs matplotlib")
+    args = parser.parse_args(argv)
+    try:
+        describe(args, args.plot)
+    except (UserError, OSError) as e:
+        parser.error(" ".join(str(e).split()))
+
+
+if __name__ == "__main__":
+    main()

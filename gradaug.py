@@ -4,15 +4,16 @@ Yang, Zhu, Chen. NeurIPS 2020. https://arxiv.org/abs/2006.07989
 FedAvg with n narrow sub-networks that learn the full network's logits from images of another resolution:
     L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(w_i)(T_i(x)))         (FedAlign paper, Eq. 2)
 the full network's logits are constants in the KL terms; one optimizer step on the sum of all gradients. T_i: resizing to a
-random resolution; w_1 = --min-width, the other widths uniform between it and 1, as in the authors' code (in the paper's
-text all are random). Batch norm in a sub-network uses the batch's own statistics.
+random resolution; w_1 = --min-width, the other widths uniform between it and 1, as in the authors' code; --widths paper: all
+are random, as in the paper's text. Batch norm in a sub-network uses the batch's own statistics.
 
 State: none. Bytes per client and round: the model down, the model up.
 mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Sec. 4). Networks that flatten their feature maps are
 given images resized down and back up.
 
 FedAlign paper, Table 5, row GradAug (n = 2), (57.0 +- 0.1):
-    python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --subnets 2 --mu 1.75
+    python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
+        --subnets 2 --mu 1.75
 """
 import functools
 
@@ -37,7 +38,8 @@ def draw_shapes(rng, steps, args, channels, resolutions):
     """Of each step a tuple of (width, resolution), one a sub-network, the widest first."""
     shapes = []
     for _ in range(steps):
-        widths = [args.min_width, *rng.uniform(args.min_width, 1, args.subnets - 1).round(3)]
+        widths = rng.uniform(args.min_width, 1, args.subnets).round(3)
+        widths[0] = args.min_width if args.widths == "code" else widths[0]
         widths = sorted((same_channels(float(w), channels) for w in widths), reverse=True)
         shapes.append(tuple((w, int(rng.choice(resolutions))) for w in widths))
     return shapes
@@ -53,7 +55,7 @@ def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     channels = tuple(sorted({m.weight.shape[0] for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))
                             and not isinstance(m, common.Classifier)}))
-    size = worker.data.x.shape[-1]
+    size = worker.data.image_size
     resolutions = args.resolutions or ([224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)])
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
@@ -82,6 +84,8 @@ def main(argv=None):
                         help="weight of each sub-network; 0 is FedAvg (default: by --subnets)")
     parser.add_argument("--min-width", type=common.number(float, 0, 1, open_low=True), default=0.8,
                         help="least width of a sub-network")
+    parser.add_argument("--widths", default="code", choices=["code", "paper"],
+                        help="code: one sub-network is always the narrowest; paper: all widths are random")
     parser.add_argument("--resolutions", type=common.integers(8), metavar="PIXELS,...",
                         help="drawn from; without it 1, 7/8, 6/8, 5/8 of the size")
     args = parser.parse_args(argv)
