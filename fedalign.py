@@ -15,7 +15,8 @@ all, Eq. 7); the gradient norm is clipped at 10 (--clip). They run two backward 
 Block L is the last block with a convolution: stage 3 of ResNet56, stage 4 of ResNet18, the last convolution of a plain CNN.
 
 FedAlign paper, Table 5, row FedAlign (56.9 +- 0.5):
-    python fedalign.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --mu 0.45
+    python fedalign.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
+        --mu 0.45
 """
 import torch.nn as nn
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def spectral_norm(t, iterations=10):
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    last = max(i for i, block in enumerate(net) if any(isinstance(m, nn.Conv2d) for m in block.modules()))
+    last = max((i for i, block in enumerate(net) if any(isinstance(m, nn.Conv2d) for m in block.modules())), default=0)
     below, block, above = net[:last], net[last], net[last + 1:]
 
     def lipschitz_loss(h, f):  # (batch, c_in, ., .), (batch, c_out, H, W); no gradient reaches either

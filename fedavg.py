@@ -6,10 +6,11 @@ Each round, every sampled client k starts at the global weights w and runs E epo
 and the server averages what comes back:  w <- sum_k n_k/n w_k, n the samples of the sampled clients.
 
 State: none. Bytes per client and round: the model down, the model up. Batch-norm statistics are averaged with the weights.
-Momentum starts at zero every round (--persist-opt keeps it per client; the FedAlign code keeps it per worker thread).
+Momentum starts at zero every round (--persist-opt keeps it per client; the FedAlign code keeps it per worker thread, which
+is per client when there are as many threads). Short batches are trained on unless --drop-last is given, as in that code.
 
 FedAlign paper, Table 5, row FedAvg (52.9 +- 0.1):
-    python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20
+    python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last
 """
 import torch.nn.functional as F
 

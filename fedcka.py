@@ -13,7 +13,7 @@ State: each client keeps its last model. Bytes per client and round: the model d
 The paper gives neither the bandwidth of kernel CKA (here: the median squared distance) nor the formulas of the Frobenius
 and cosine similarities (here: minus the mean squared difference; the cosine of the flattened activations).
 
-FedCKA paper, Table 1, CIFAR-10:
+FedCKA paper, Table 1, CIFAR-10, row FedCKA:
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
         --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none --mu 3
 """
@@ -27,20 +27,26 @@ def _centred(gram):
     return gram - gram.mean(0, keepdim=True) - gram.mean(1, keepdim=True) + gram.mean()
 
 
+def _scaled(x):
+    """x over its Frobenius norm, so that no product of squares leaves the range of fp32."""
+    return x / x.norm().clamp(min=1e-30)
+
+
 def _cka(k_a, k_b):
-    k_a, k_b = _centred(k_a), _centred(k_b)
-    return (k_a * k_b).sum() / (k_a.square().sum() * k_b.square().sum()).clamp(min=1e-30).sqrt()
+    return (_scaled(_centred(k_a)) * _scaled(_centred(k_b))).sum()
 
 
 def linear_cka(a, b):
     """Linear CKA of activations a, b, (batch, features each): ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns,
     computed from the batch x batch Gram matrices, so that the width of the layer does not matter."""
+    a, b = a - a.mean(0), b - b.mean(0)  # before the product: a large mean would cancel badly afterwards
     return _cka(a @ a.T, b @ b.T)
 
 
 def kernel_cka(a, b):
     """CKA with the kernel exp(-d^2 / (2 median d^2)), the median over all pairs and held constant."""
     def gram(x):
+        x = x - x.mean(0)
         squares = x.square().sum(1)
         distances = (squares[:, None] + squares - 2 * x @ x.T).clamp(min=0)
         ordered = distances.detach().flatten().sort().values
@@ -71,6 +77,8 @@ def layers(net):
 def check(net, args):
     if args.layers > len(layers(net)):
         raise common.UserError(f"argument --layers: {args.model} has {len(layers(net))} layers")
+    if args.mu and args.batch_size < 3:
+        raise common.UserError("argument --batch-size: must be at least 3, since CKA of two samples is 1")
 
 
 def local_update(worker, client, server, args):
@@ -82,16 +90,17 @@ def local_update(worker, client, server, args):
     net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
 
     def step(x, y):
+        compared = args.layers if args.mu and len(x) > 2 else 0
         a, g, p, contrast = x, x, x, 0
-        for m, layer in enumerate(net_layers):
+        for m in range(compared):
+            a, g, p = net_layers[m](a), glob_layers[m](g), prev_layers[m](p)
+            towards, away = (similarity(a.flatten(1), h.flatten(1)) for h in (g, p))
+            contrast = contrast + F.softplus(away - towards) / args.layers
+        for layer in net_layers[compared:]:
             a = layer(a)
-            if args.mu and len(x) > 2 and m < args.layers:
-                g, p = glob_layers[m](g), prev_layers[m](p)
-                towards, away = (similarity(a.flatten(1), h.flatten(1)) for h in (g, p))
-                contrast = contrast + F.softplus(away - towards) / args.layers
         out = a
         loss = F.cross_entropy(out, y)
-        if args.mu and len(x) > 2:
+        if compared:
             loss = loss + args.mu * known * contrast
         opt.zero_grad()
         loss.backward()

@@ -13,7 +13,7 @@ The authors' code adapts alpha to each client's size; here it is one number, as 
 FedMLB paper, Table 1, row FedDyn (CIFAR-100, 100 clients, 5%):
     python feddyn.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced --clients 100 --sample 0.05 \\
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
-        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --dyn-alpha 0.1
+        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10 --dyn-alpha 0.1
 """
 import torch
 import torch.nn.functional as F

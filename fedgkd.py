@@ -11,7 +11,7 @@ M is 5 and gamma/2 is 0.1, as in the authors' code; FedMLB gives gamma 0.2 and n
 FedMLB paper, Table 2, row FedGKD (CIFAR-100, 100 clients, 5%):
     python fedgkd.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced --clients 100 --sample 0.05 \\
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
-        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip
+        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10
 """
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ def aggregate(net, uploads, server, args):
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    mean = server.get("mean")
+    mean = server.get("mean") if args.gamma else None
     known = worker.pin("known", float(mean is not None))  # 0 skips the term in the first round
     teacher = worker.frozen("teacher", client.download(mean))
 

@@ -9,12 +9,12 @@ through q_H, also inside the KL term; the global network is constant.
 --pathways: a subset, such as 1,2; divided by their number, or by M-1 as the authors' code does (--divisor all).
 --server avgm, adam or --dyn-alpha (which needs feddyn.py) combine it with FedAvgM, FedADAM and FedDyn.
 
-State: none beyond the global model during training. Bytes per client and round: the model down, the model up.
+State: none; with --dyn-alpha FedDyn's, and its plain average. Bytes per client and round: the model down, the model up.
 
 FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%):
     python fedmlb.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced --clients 100 --sample 0.05 \\
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
-        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip
+        --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10
 """
 import torch.nn.functional as F
 
@@ -23,8 +23,8 @@ import feddyn
 
 
 def pathway_cuts(net):
-    """Numbers of blocks after which a pathway may change over: behind each block with parameters but the classifier."""
-    return [m for m in range(1, len(net)) if next(net[m - 1].parameters(), None) is not None]
+    """Numbers of blocks after which a pathway may change over: behind each block with parameters but head and classifier."""
+    return [m for m, b in enumerate(net[:-1], 1) if next(b.parameters(), None) is not None and not isinstance(b, common.Head)]
 
 
 def check(net, args):
@@ -86,7 +86,8 @@ def main(argv=None):
                         help="which blocks come first")
     parser.add_argument("--divisor", default="selected", choices=["selected", "all"],
                         help="what the sums over pathways are divided by")
-    parser.add_argument("--dyn-alpha", type=common.number(float, 0), default=0.0, help="alpha of FedDyn; 0 is without")
+    parser.add_argument("--dyn-alpha", type=common.number(float, 0), default=0.0,
+                        help="alpha of FedDyn, whose --weighting is uniform; 0 is without")
     parser.set_defaults(weighting=None)
     args = parser.parse_args(argv)
     args.weighting = args.weighting or ("uniform" if args.dyn_alpha else "samples")

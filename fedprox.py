@@ -9,7 +9,8 @@ State: none beyond a copy of w during training. Bytes per client and round: the 
 Differs from the rFedAvg authors' code, whose term has no 1/2: their lambda is our mu/2.
 
 FedAlign paper, Table 5, row FedProx (53.1 +- 0.3):
-    python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --mu 0.0001
+    python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
+        --mu 0.0001
 """
 import torch.nn.functional as F
 

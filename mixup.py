@@ -8,7 +8,7 @@ with one b a batch and j a random permutation of it, as in the authors' code.
 State: none. Bytes per client and round: the model down, the model up.
 
 FedAlign paper, Table 5, row Mixup (54.0 +- 0.1):
-    python mixup.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --gamma 0.1
+    python mixup.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last --gamma 0.1
 """
 import torch.nn.functional as F
 

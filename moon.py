@@ -8,11 +8,12 @@ those of its own model of the last round it took part in, z_prev, on the same ba
 z: output of a projection head before the classifier, which works on it too. The term is 0 until a client has a last round.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
-The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in train mode.
+The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in train mode. One last model
+is kept, the MOON code's default; it can keep several.
 cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
 
 FedAlign paper, Table 5, row MOON (55.0 +- 0.5):
-    python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --mu 1
+    python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last --mu 1
 """
 import torch.nn.functional as F
 

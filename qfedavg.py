@@ -7,11 +7,12 @@ FedAvg whose server weighs clients by their loss F_k at w, to even out their acc
 F_k: mean cross-entropy over the client's training data, in eval mode; L = 1/lr; batch-norm statistics are averaged.
 
 State: none. Bytes per client and round: the model down, the model and one number up.
---h rfedavg: the rFedAvg authors' code, which has ||D_k||^2 in h_k and a constant for L (--lipschitz, 1 in their config).
+--h rfedavg: as the rFedAvg authors' code, ||D_k||^2 in h_k and a constant for L (--lipschitz, 1 in their config). Their F_k
+is the mean of the losses of full batches in training mode; ours stays that above. Clients are sampled uniformly.
 
-rFedAvg paper, Table I, MNIST, row q-FedAvg:
+rFedAvg paper, Table I, MNIST, row q-FedAvg, cross-silo, similarity 0%:
     python qfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 --clients 20 \\
-        --rounds 60 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --weighting uniform --q 1
+        --rounds 60 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --drop-last --weighting uniform --q 1
 """
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,9 @@ def aggregate(net, uploads, server, args):
     def summed():
         nonlocal h
         for upload in uploads:
+            if not upload.weight:  # --drop-last left it nothing to train on
+                yield upload
+                continue
             loss = upload.message["loss"].double() + 1e-10  # powers of it are soon beyond fp32
             update = {k: lipschitz * (w[k] - upload.weights[k]).double() for k in w}
             norm = sum(v.square().sum() for v in update.values())

@@ -7,19 +7,20 @@ FedAvg with a term that draws the mean feature of a client's batch, phi, towards
     rfedavg+:  r_k = ||phi - 1/(N-1) sum_(j != k) delta_j||^2                      (Algorithm 2)
 features: what the classifier reads; delta_j: constants, means over all data of client j by its own network at the end of
 its last round (rfedavg), or by the new global network, in a second synchronisation of each round (rfedavg+). The sums are
-over clients that have a delta. Both have the same gradient; r_k is left out while no other client has a delta.
+over clients that have a delta. For the same deltas both have the same gradient; without another client's delta r_k is 0.
 --noise sigma: delta_k is clipped to norm C and gets 1/B N(0, sigma^2 C^2 I), B the batch size (Fig. 12).
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and up, and of deltas N d down,
 d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads the new model once more); bytes_delta counts these.
 --reading code, after the authors' code: delta of one random batch; only deltas of the clients sampled in this round, each
-as of the last round that client took part in; in rfedavg+ the own one counts too; noise N(0, sigma^2 / B I), no clipping.
+as of the last round that client took part in; in rfedavg+ the own one counts too; noise N(0, sigma^2 / B I), not clipped, on
+each delta in rfedavg, on their mean in rfedavg+.
 Theirs sends the raw features of the batch, and measures anew at the start of a round instead of at the end of the last.
 
-rFedAvg paper, Table I, CIFAR-10, row rFedAvg+ (similarity 0%):
-    python rfedavg.py --dataset cifar10 --image-size 28 --model cnn-mcmahan --partition similarity --similarity 0 \\
-        --clients 20 --rounds 200 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --augment none \\
-        --weighting uniform --variant rfedavg+ --lam 1e-5
+rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%:
+    python rfedavg.py --dataset cifar10 --image-size 28 --normalise half --model cnn-mcmahan --partition similarity \\
+        --similarity 0 --clients 20 --rounds 200 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 \\
+        --augment none --drop-last --weighting uniform --variant rfedavg+ --lam 1e-5
 """
 import dataclasses
 
@@ -27,6 +28,11 @@ import torch
 import torch.nn.functional as F
 
 import common
+
+
+def noise(delta, size, *key):
+    """N(0, size^2) in the shape of delta, (d,)."""
+    return torch.as_tensor(common.keyed("noise", *key).standard_normal(len(delta))).to(delta) * size
 
 
 @torch.no_grad()
@@ -49,20 +55,25 @@ def delta_of(worker, client, server, args):
         order = common.keyed("delta", args.seed, server["round"], client.id).permutation(client.index)
         batches = worker.batches(dataclasses.replace(client, index=order[:args.batch_size]))
     delta = mean_feature(worker.net, batches)
-    if args.noise:
-        noise = common.keyed("noise", args.seed, server["round"], client.id).standard_normal(len(delta))
-        size = args.noise / args.batch_size**0.5 if code else args.noise * args.noise_clip / args.batch_size
-        clip = 1 if code else (args.noise_clip / delta.norm().clamp(min=1e-12)).clamp(max=1)
-        delta = clip * delta + torch.as_tensor(noise).to(delta) * size
+    key = args.seed, server["round"], client.id
+    if args.noise and not code:
+        delta = delta * (args.noise_clip / delta.norm().clamp(min=1e-12)).clamp(max=1)
+        delta = delta + noise(delta, args.noise * args.noise_clip / args.batch_size, *key)
+    elif args.noise and args.variant == "rfedavg":
+        delta = delta + noise(delta, args.noise / args.batch_size**0.5, *key)
     return delta
 
 
 def targets(server, client, args):
     """The deltas, (., d), that client k is drawn towards; None if there are none."""
     deltas = server.get("deltas", {})
-    own = args.reading == "code" and args.variant == "rfedavg+"
-    ids = [j for j in deltas if (own or j != client.id) and (args.reading == "paper" or j in server["clients"])]
-    return torch.stack([deltas[j] for j in ids]) if ids else None
+    shared = args.reading == "code" and args.variant == "rfedavg+"  # all clients get the same mean
+    ids = [j for j in deltas if (shared or j != client.id) and (args.reading == "paper" or j in server["clients"])]
+    others = torch.stack([deltas[j] for j in ids]) if ids else None
+    if shared and ids and args.noise:
+        others = others.mean(0, keepdim=True)
+        others = others + noise(others[0], args.noise / args.batch_size**0.5, args.seed, server["round"])
+    return others
 
 
 def synchronise(worker, clients, server, args):
@@ -99,7 +110,7 @@ def local_update(worker, client, server, args):
     plus = args.variant == "rfedavg+" or others is None
     spread = worker.pin("spread", 0.0 if plus else (others - others.mean(0)).square().sum(1).mean())
     if others is not None:
-        everyone = others if args.reading == "code" else torch.zeros(args.clients, d)
+        everyone = others if args.reading == "code" else torch.empty(args.clients, d, device="meta")
         client.download(others[0] if args.variant == "rfedavg+" else everyone)
 
     def step(x, y):
@@ -130,6 +141,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.noise and not args.noise_clip and args.reading == "paper":
         parser.error("argument --noise-clip: needed by --noise")
+    if args.noise_clip and not (args.noise and args.reading == "paper"):
+        parser.error("argument --noise-clip: only read with --noise and --reading paper")
     return common.run(args, local_update, aggregate, after_round=synchronise if args.variant == "rfedavg+" else None)
 
 

@@ -10,7 +10,8 @@ with alpha_k = 1/|S| in the paper (--weighting uniform) and n_k/n by default, as
 With momentum the correction goes after the optimizer's step, v <- v - lr (c - c_k), and stays out of its buffer
 (--correction step, NIID-Bench); or into the gradient (--correction gradient), and then K becomes the sum of the weights
 that momentum gives a gradient, (K - m (1 - m^K)/(1 - m)) / (1 - m) at momentum m (FedNTD's code), m^2 for Nesterov's. By
-default it is the gradient without momentum, and the step with it. Batch-norm statistics are averaged and not corrected.
+default it is the gradient without momentum, and the step with it and with RMSProp. Batch-norm statistics are averaged and
+not corrected.
 
 State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the model and c_k+ - c_k up.
 The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it are FedAvg's.
@@ -64,7 +65,7 @@ def local_update(worker, client, server, args):
     c = worker.pin("c", client.download(server.get("c", zeros)))
     c_k = worker.pin("c_k", client.state.get("c") or zeros)
     w = worker.pin("w", params)
-    in_gradient = args.correction == "gradient" or args.correction == "auto" and not args.momentum
+    in_gradient = args.correction == "gradient" or args.correction == "auto" and not args.momentum and args.optimizer == "sgd"
     if args.option == 1:
         c_new = gradient(net, worker.batches(client), len(client))
 
@@ -101,6 +102,8 @@ def main(argv=None):
     parser.add_argument("--option", type=int, default=2, choices=[1, 2], help="how c_k is renewed")
     parser.add_argument("--correction", default="auto", choices=["auto", "step", "gradient"], help="where the correction goes")
     args = parser.parse_args(argv)
+    if args.correction == "gradient" and args.momentum and args.persist_opt:
+        parser.error("argument --persist-opt: --correction gradient needs momentum to start at zero; use --correction step")
     return common.run(args, local_update, aggregate)
 
 

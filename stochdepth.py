@@ -10,7 +10,8 @@ State: none. Bytes per client and round: the model down, the model up.
 --rule code: rho_l falls from 1 at the first block to rho_L at the last, as in the FedAlign code.
 
 FedAlign paper, Table 5, row StochDepth (55.5 +- 0.2):
-    python stochdepth.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --keep 0.9
+    python stochdepth.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
+        --keep 0.9
 """
 import torch
 import torch.nn.functional as F

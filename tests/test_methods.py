@@ -36,17 +36,17 @@ METHODS = {  # script: (flags that switch the method off, most code lines that i
     "moon": (["--mu", "0"], 18),
     "mixup": (["--gamma", "0"], 13),
     "stochdepth": (["--keep", "1"], 41),
-    "gradaug": (["--mu", "0"], 42),
+    "gradaug": (["--mu", "0"], 45),
     "fedalign": (["--mu", "0", "--clip", "0"], 41),
-    "fedcka": (["--mu", "0"], 55),
-    "scaffold": (None, 54),
-    "fedmlb": (["--lambda1", "0", "--lambda2", "0"], 48),
+    "fedcka": (["--mu", "0"], 67),
+    "scaffold": (None, 56),
+    "fedmlb": (["--lambda1", "0", "--lambda2", "0"], 49),
     "fedkd": (["--gamma", "0"], 23),
     "fedntd": (["--ntd-beta", "0"], 20),
     "fedgkd": (["--gamma", "0"], 20),
     "feddyn": (["--dyn-alpha", "0", "--weighting", "samples"], 38),
-    "rfedavg": (["--lam", "0"], 77),
-    "qfedavg": (None, 35),
+    "rfedavg": (["--lam", "0"], 87),
+    "qfedavg": (None, 38),
 }
 RESNET = ["--model", "resnet56", "--local-steps", "2", "--clients", "2", "--batch-size", "16", "--rounds", "1"]
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
@@ -69,7 +69,7 @@ def plain_final(out, *argv):
 
 
 def test_every_script_is_listed():
-    assert {p.stem for p in ROOT.glob("*.py")} - {"common"} == set(METHODS)
+    assert {p.stem for p in ROOT.glob("*.py") if "\ndef local_update(" in p.read_text()} == set(METHODS)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -101,10 +101,12 @@ def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_one_closure_serves_all_clients(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name, more", [*((name, []) for name in METHODS), ("scaffold", ["--correction", "gradient"]),
+                                        ("fedmlb", ["--dyn-alpha", "0.1"]), ("rfedavg", ["--variant", "rfedavg"]),
+                                        ("rfedavg", ["--reading", "code", "--noise", "3"]), ("fedkd", ["--hint", "features"])])
+def test_one_closure_serves_all_clients(tmp_path, monkeypatch, name, more):
     """What a captured CUDA graph does: the step of a worker's first client is run for all others, in all rounds."""
-    flags = ["--workers", "1", "--lr-decay", "0.9", *(["--rounds", "2"] if name == "stochdepth" else ["--epochs", "2"])]
+    flags = ["--workers", "1", "--lr-decay", "0.9", *more, *(["--rounds", "2"] if name == "stochdepth" else ["--epochs", "2"])]
     expected, _ = final(name, tmp_path / "each", *flags)
     monkeypatch.setattr(common.Worker, "keep_first_step", True)
     assert same(expected, final(name, tmp_path / "first", *flags)[0])
@@ -185,7 +187,7 @@ def test_readme_commands_parse():
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         for command in commands:
             words = shlex.split(command)
-            if "--resume" not in words:
+            if not {"--resume", "--similarity-of"} & {*words}:  # which need a run
                 SCRIPTS[words[1].removesuffix(".py")].main(words[2:])
 
 
@@ -454,7 +456,7 @@ def test_moon_step():
     check_gradients(grads, total, params)
     with pytest.raises(StopIteration):
         next(generator)
-    assert client.state["net"].keys() == worker.net.state_dict().keys()
+    assert same(client.state["net"], worker.net.state_dict()) and not same(client.state["net"], w)
 
 
 @pytest.mark.parametrize("name", ["moon", "fedcka"])
@@ -473,10 +475,12 @@ def test_mixup_step():
     z = numpy_logits(worker.net, beta * x + (1 - beta) * x[order])
     assert step(x, y).item() == pytest.approx(beta * cross_entropy(z, y.numpy()) + (1 - beta) * cross_entropy(z, y[order].numpy()), rel=1e-9)
     draws = worker.draws["beta"]
-    rng = np.random.default_rng(0)
-    worker.sizes = [6] * 40
-    worker.draw("beta", lambda r, steps: rng.beta(0.1, 0.1, steps).astype("float32"))
-    assert worker.draws["beta"] is draws and len(set(draws.tolist())) > 10  # one number a batch, storage stays
+    drawn = {}
+    with pytest.MonkeyPatch.context() as patch:  # the rows that the script draws, twenty thousand of them
+        patch.setattr(worker, "draw", lambda name, f: drawn.update({name: f(np.random.default_rng(0), 20_000)}))
+        next(SCRIPTS["mixup"].local_update(worker, None, {}, args))
+    assert drawn["beta"].shape == (20_000,) and draws.shape == (40,)  # one number a batch
+    assert drawn["beta"].var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), rel=0.03)  # of Beta(gamma, gamma)
 
 
 def test_stochdepth_probabilities():
@@ -533,6 +537,11 @@ def test_gradaug_step():
     least = gradaug.same_channels(0.8, (16, 32, 84, 120, 256))
     assert all(shape[-1][0] == least for shape in worker.shapes)  # the narrowest is always --min-width
     assert {r for s in worker.shapes for _, r in s} <= {32, 28, 24, 20}
+    channels, rng = (16, 32, 64, 128, 256), np.random.default_rng(0)
+    many = gradaug.draw_shapes(rng, 400, args, channels, [32, 28, 24, 20])
+    assert {r for s in many for _, r in s} == {32, 28, 24, 20} and len({s[0][0] for s in many}) > 5
+    args.widths = "paper"
+    assert len({s[1][0] for s in gradaug.draw_shapes(rng, 400, args, channels, [32])}) > 5  # then all are random
     worker.shape = ((0.9, 24), (0.5, 20))
     x, y = batch()
     params = {k: p.detach().clone().requires_grad_() for k, p in worker.net.named_parameters()}
@@ -590,13 +599,33 @@ def test_cka():
     assert abs(fedcka.kernel_cka(a, b) - hsic(k, l) / (hsic(k, k) * hsic(l, l)).sqrt()) < 1e-10
     assert fedcka.squared_frobenius(a[:, :25], b).item() == pytest.approx(-((a[:, :25] - b) ** 2).sum().item() / 225)
     assert fedcka.vectorized_cosine(a[:, :25], b).item() == pytest.approx(((a[:, :25] * b).sum() / (a[:, :25].norm() * b.norm())).item())
-    assert fedcka.linear_cka(torch.ones(4, 3), torch.ones(4, 3)).isfinite()
+    ones = torch.ones(4, 3, requires_grad=True)
+    fedcka.linear_cka(ones, torch.ones(4, 3)).backward()
+    assert ones.grad.isfinite().all()
+
+
+def test_cka_in_single_precision():
+    """As in float64 whatever the activations' scale and mean, gradient too."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 2000, generator=g), torch.randn(64, 2000, generator=g)
+    a[:, 0] += 30 * b[:, 0]
+    for cka in (fedcka.linear_cka, fedcka.kernel_cka):
+        for scale, mean in ((1, 0), (1e3, 0), (1e-6, 0), (1, 20)):
+            found = []
+            for dtype in (torch.float32, torch.float64):
+                x, y = ((scale * v + mean).to(dtype) for v in (a, b))
+                x.requires_grad_()
+                s = cka(x, y)
+                s.backward()
+                found.append((s.item(), x.grad.double() * scale))
+            (s, grad), (exact, exact_grad) = found
+            assert s == pytest.approx(exact, rel=1e-4) and (grad - exact_grad).norm() < 1e-3 * exact_grad.norm(), (cka, scale, mean)
 
 
 def test_fedcka_step():
     prev = two_networks().double()
     perturb(prev, 0.2, seed=9)
-    worker, step, *_, args, w = begin("fedcka", ["--mu", "0.6"], state={"net": state_of(prev)})
+    worker, step, generator, client, args, w = begin("fedcka", ["--mu", "0.6"], state={"net": state_of(prev)})
     x, y = batch()
     twin, glob = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
     glob.load_state_dict(w)
@@ -613,6 +642,9 @@ def test_fedcka_step():
     assert loss == pytest.approx(total.item(), rel=1e-6)
     assert all(torch.allclose(f, e, rtol=1e-6, atol=1e-9) for f, e in zip(grads.values(), expected))
     assert not step(x[:2], y[:2]).isnan()
+    with pytest.raises(StopIteration):
+        next(generator)
+    assert same(client.state["net"], worker.net.state_dict()) and not same(client.state["net"], w)
 
 
 def test_fedcka_layers():
@@ -732,18 +764,18 @@ def test_server_steps_leave_statistics_averaged():
 
 
 def test_qfedavg_by_hand():
-    """Two weights (1, -2); client ends at (1.5, -2) and (1, -4), losses 2 and 0.5, q 2, L = 1/lr = 10. Then Dw = (-5, 0), (0, 20),
+    """Two weights (1, -2); client ends at (1.5, -2) and (1, -4), losses 2 and 0.5, q 2, L = 1/lr = 10 in round 3. Then Dw = (-5, 0), (0, 20),
     D = 4 (-5, 0), 0.25 (0, 20), h = 2 * 2 * 25 + 10 * 4 = 140 and 2 * 0.5 * 400 + 10 * 0.25 = 402.5: w - (-20, 5) / 542.5.
     The rFedAvg code's h, L = 1: Dw = (-0.5, 0), (0, 2), D = (-2, 0), (0, 0.5), h = 4 * 4 + 4 = 20 and 0.25 + 0.25 = 0.5."""
     for flags, total, h in [([], [-20, 5], 542.5), (["--h", "rfedavg"], [-2, 0.5], 20.5)]:
         net, seen = nn.Linear(2, 1, bias=False).double(), []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(common, "run", lambda args, *_: seen.append(args))
-            qfedavg.main([*TINY, "--q", "2", "--lr", "0.1", *flags])
+            qfedavg.main([*TINY, "--q", "2", "--lr", "0.4", "--lr-decay", "0.5", *flags])
         net.weight.data = torch.tensor([[1.0, -2.0]], **DOUBLE)
         ups = list(uploads_of(net, (0, 0), (0.5, 0.5), {0: {"loss": torch.tensor(2.0, **DOUBLE)}, 1: {"loss": torch.tensor(0.5, **DOUBLE)}}))
         ups[0].weights["weight"], ups[1].weights["weight"] = torch.tensor([[1.5, -2]], **DOUBLE), torch.tensor([[1.0, -4]], **DOUBLE)
-        qfedavg.aggregate(net, iter(ups), {"round": 1}, seen[0])
+        qfedavg.aggregate(net, iter(ups), {"round": 3}, seen[0])
         assert net.weight[0].tolist() == pytest.approx([1 - total[0] / h, -2 - total[1] / h], rel=1e-7)
 
 
@@ -789,7 +821,10 @@ def test_scaffold_effective_steps():
         assert scaffold.effective_steps(7, m, nesterov) == pytest.approx(-p.item())
 
 
-@pytest.mark.parametrize("flags", [[], ["--momentum", "0.9"], ["--momentum", "0.9", "--no-nesterov", "--correction", "gradient"],
+LATER = ["--lr", "0.2", "--lr-decay", "0.5"]
+
+
+@pytest.mark.parametrize("flags", [[], LATER, ["--momentum", "0.9", *LATER], ["--momentum", "0.9", "--no-nesterov", "--correction", "gradient"],
                                    ["--momentum", "0.5", "--correction", "gradient"]])
 def test_scaffold_renews_its_variate_by_the_mean_gradient(flags):
     """Option II on a loss that is linear in the weights, so that the gradient is g in every step. Corrected in the gradient,
@@ -807,12 +842,12 @@ def test_scaffold_renews_its_variate_by_the_mean_gradient(flags):
             step(x, torch.tensor([0]))
         with pytest.raises(StopIteration) as stop:
             next(generator)
-    factor = 1 if "gradient" in flags or not flags else scaffold.effective_steps(4, 0.9, True) / 4
+    factor = 1 if "gradient" in flags or "--momentum" not in flags else scaffold.effective_steps(4, 0.9, True) / 4
     g = [factor * torch.outer(torch.tensor([1.0, -2.0, 0.5], **DOUBLE), x[0]), factor * torch.tensor([1.0, -2.0, 0.5], **DOUBLE)]
     assert all(torch.allclose(c, e, rtol=1e-9) for c, e in zip(client.state["c"], g))
     assert all(torch.allclose(dc, e - c, rtol=1e-9) for dc, e, c in zip(stop.value.value["dc"], g, args_state["c"]))
     assert client.bytes_down == 8 * 15
-    if not flags:  # four plain steps of lr (g - c_k + c)
+    if "--momentum" not in flags:  # lr is 0.1 in LATER's second round too; four plain steps of lr (g - c_k + c)
         assert torch.allclose(worker.net[0].weight, w["0.weight"] - 4 * 0.1 * (g[0] - 0.5 - 1.5))
 
 
@@ -942,20 +977,34 @@ def test_rfedavg_deltas(tmp_path):
 
 def test_rfedavg_noise():
     """Clipped to norm C; the noise has standard deviation sigma C / B."""
-    worker, _, _, client, args, _ = begin("rfedavg", ["--noise", "2", "--noise-clip", "0.01"])
+    worker, _, _, client, args, _ = begin("rfedavg", ["--noise", "2", "--noise-clip", "0.01", "--variant", "rfedavg"])
     draws = torch.stack([rfedavg.delta_of(worker, common.Client(0, np.arange(8), {}), {"round": r}, args) for r in range(1, 60)])
     assert draws.std(0).mean().item() == pytest.approx(2 * 0.01 / 32, rel=0.1)
     assert draws.mean(0).norm().item() == pytest.approx(0.01, rel=0.2)
 
 
 def test_rfedavg_code_reading(tmp_path):
-    """One random batch, only clients of this round, the own delta too in rfedavg+."""
+    """One random batch, only clients of this round, the own delta too in rfedavg+; noise of deviation sigma / sqrt(B), on each
+    delta in rfedavg and on the mean that all clients share in rfedavg+."""
+    noise = 3 / 32**0.5
     deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
     for variant, mean in (("rfedavg", 1.0), ("rfedavg+", 0.5)):  # of clients 0 and 1 this is client 0
-        worker, *_, client, args, _ = begin("rfedavg", ["--variant", variant, "--reading", "code", "--noise", "3"], server={"deltas": deltas})
-        assert worker.pins["mean"].mean().item() == mean
-        a, b = (rfedavg.delta_of(worker, common.Client(0, np.arange(64), {}), {"round": r}, args) for r in (1, 2))
-        assert (a - b).std().item() > 0.5 * 3 * (2 / 32) ** 0.5
+        flags = ["--variant", variant, "--reading", "code"]
+        worker, *_, args, _ = begin("rfedavg", flags, server={"deltas": deltas})
+        assert worker.pins["mean"].mean().item() == mean and worker.pins["mean"].std() == 0
+        client = common.Client(0, np.arange(64), {})
+        each = rfedavg.mean_feature(worker.net, worker.batches(client))
+        delta = rfedavg.delta_of(worker, client, {"round": 1}, args)
+        order = common.keyed("delta", args.seed, 1, 0).permutation(64)
+        batch_ = rfedavg.mean_feature(worker.net, worker.batches(common.Client(0, order[:32], {})))
+        assert torch.equal(delta, batch_) and not torch.allclose(delta, each)
+        worker, *_, args, _ = begin("rfedavg", [*flags, "--noise", "3"], server={"deltas": deltas})
+        spread = (rfedavg.delta_of(worker, client, {"round": 1}, args) - delta).std().item()
+        assert spread == (pytest.approx(noise, rel=0.2) if variant == "rfedavg" else 0)  # 256 draws
+        assert worker.pins["mean"].std().item() == (0 if variant == "rfedavg" else pytest.approx(noise, rel=0.2))
+        again = rfedavg.targets({"deltas": deltas, "clients": [0, 1], "round": 2}, common.Client(1, np.arange(3), {}), args)
+        if variant == "rfedavg+":  # the same for all clients
+            assert torch.equal(again.mean(0).double(), worker.pins["mean"].double())
     final("rfedavg", tmp_path / "run", "--reading", "code", "--sample", "0.5", "--variant", "rfedavg")
 
 
@@ -965,6 +1014,51 @@ def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
     final("scaffold", tmp_path / "run", "--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "3")
     version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
     assert all(c.abs().max() == 0 for c in common.load(version)["c"])
+
+
+def test_qfedavg_leaves_an_untrained_client_out(tmp_path):
+    """As FedAvg with --weighting uniform does: at q = 0 they agree."""
+    sizes = [len(p) for p in common.partition(common.glyphs(), server_args())]
+    flags = ["--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "2"]
+    a, b = final("qfedavg", tmp_path / "q", *flags, "--q", "0")[0], final("fedavg", tmp_path / "f", *flags, "--weighting", "uniform")[0]
+    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
+
+
+def test_measuring_leaves_the_network_alone():
+    """Losses, features and gradients over a client's data move no weight and no statistic of batch norm; the first two are
+    those of eval mode."""
+    net = common.build_net("resnet56", 62)
+    worker = common.Worker(net, common.glyphs(), server_args("--model", "resnet56"), 4)
+    before, client = state_of(worker.net), common.Client(0, np.arange(12), {})
+    worker._begin(client, {"round": 1}, net.state_dict(), [6])
+    x, y = next(worker.batches(client))
+    frozen = copy.deepcopy(worker.net).eval()
+    with torch.no_grad():
+        z, loss = frozen[:-1](x).mean(0), F.cross_entropy(frozen(x), y)
+    assert torch.allclose(rfedavg.mean_feature(worker.net, worker.batches(client)), z, atol=1e-6)
+    assert torch.allclose(qfedavg.local_loss(worker.net, worker.batches(client), 12), loss)
+    scaffold.gradient(worker.net, worker.batches(client), 12)
+    assert same(before, worker.net.state_dict()) and worker.net.training
+
+
+def test_scaffold_option_one_takes_any_number_of_samples():
+    """501 samples: no part of them may be a single one, which batch norm cannot take where maps are 1x1."""
+    worker = common.Worker(common.build_net("cnn", 62), common.glyphs(), server_args(), 1)
+    client = common.Client(0, np.arange(501), {})
+    assert [len(y) for _, y in worker.batches(client)] == [251, 250]
+
+
+def test_defaults_are_the_papers(monkeypatch):
+    seen = {}
+    for name in METHODS:
+        monkeypatch.setattr(common, "run", lambda args, *_, **__: seen.update({name: args}))
+        SCRIPTS[name].main([])
+    assert (seen["fedalign"].mu, seen["fedalign"].width, seen["fedalign"].clip) == (0.45, 0.25, 10)
+    assert (seen["moon"].mu, seen["moon"].temperature, seen["moon"].projection) == (1, 0.5, 256)
+    assert (seen["stochdepth"].keep, seen["mixup"].gamma, seen["fedprox"].mu) == (0.9, 0.1, 1e-4)
+    assert (seen["fedcka"].mu, seen["fedcka"].layers, seen["gradaug"].min_width) == (3, 2, 0.8)
+    assert (seen["fedmlb"].lambda1, seen["fedmlb"].lambda2, seen["fedgkd"].gamma, seen["fedgkd"].buffer) == (1, 1, 0.2, 5)
+    assert (seen["feddyn"].dyn_alpha, seen["feddyn"].weighting, seen["qfedavg"].q) == (0.1, "uniform", 1)
 
 
 def test_qfedavg_takes_the_server_optimizers(tmp_path):
@@ -980,7 +1074,9 @@ def test_qfedavg_takes_the_server_optimizers(tmp_path):
 @pytest.mark.parametrize("name, argv, word", [
     ("fedcka", ["--layers", "8"], "--layers"), ("fedmlb", ["--pathways", "9"], "--pathways"), ("fedmlb", ["--pathways", "1,x"], "--pathways"),
     ("stochdepth", [], "--model"), ("fedkd", ["--gamma", "3"], "--gamma"), ("fedntd", ["--ntd-beta", "3"], "--ntd-beta"),
-    ("rfedavg", ["--noise", "1"], "--noise-clip"), ("gradaug", ["--resolutions", "32,x"], "--resolutions")])
+    ("rfedavg", ["--noise", "1"], "--noise-clip"), ("rfedavg", ["--noise-clip", "1"], "--noise-clip"),
+    ("fedcka", ["--batch-size", "2"], "--batch-size"), ("scaffold", ["--correction", "gradient", "--persist-opt"], "--persist-opt"),
+    ("gradaug", ["--resolutions", "32,x"], "--resolutions")])
 def test_bad_method_flags(tmp_path, capsys, name, argv, word):
     with pytest.raises(SystemExit) as stop:
         SCRIPTS[name].main([*TINY, "--out", str(tmp_path / "run"), *argv])
@@ -996,5 +1092,6 @@ def test_bytes_follow_the_methods_account(tmp_path):
         size = 4 * common.nbytes(net.state_dict())
         assert (rows[1]["bytes_down"] / size, rows[1]["bytes_up"] / size) == (down, up), name
     assert rows[0]["bytes_down"] == size  # fedgkd's first round
+    assert final("fedgkd", tmp_path / "off", "--gamma", "0")[1][1]["bytes_down"] == size
     net, rows = SCRIPTS["qfedavg"].main([*TINY, "--out", str(tmp_path / "q")])
     assert rows[0]["bytes_up"] == 4 * (common.nbytes(net.state_dict()) + 4)
