@@ -78,14 +78,24 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, the aliases above, and a --resume that takes the run's own flags as defaults."""
+class PlainParser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def __init__(self, doc, **options):
+        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False, **options)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
+
+class Parser(PlainParser):
+    """A parser with the aliases above, and a --resume that takes the run's own flags as defaults."""
+
+    preset = {}  # flags of a finished run that is opened
+
     def parse_args(self, argv=None):
         argv = [_canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
+        argv = [*self._words(self.preset), *argv]
         args = super().parse_args(argv)
         if args.resume:
             try:
@@ -197,8 +207,7 @@ def _device(text):
 def flags(doc):
     """The parser of the shared flags; doc, the script's docstring, opens its --help. Defaults: FedAlign's main setting."""
     spellings = ", ".join(f"--{a} is --{b}" for a, b in ALIASES.items())
-    parser = Parser(description=doc, formatter_class=_Help, allow_abbrev=False,
-                    epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags.")
+    parser = Parser(doc, epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags.")
     add = parser.add_argument_group("data and partition").add_argument
     add("--dataset", default="cifar100", choices=[*DATASETS, "folder", "glyphs"],
         help="folder: your images, train/CLASS/* and test/CLASS/* in --data-dir; glyphs: drawn on the fly, no download")
@@ -1987,10 +1996,10 @@ def load(path, what="checkpoint"):
         raise UserError(f"{path}: not a readable {what} ({str(e).splitlines()[0] if str(e) else type(e).__name__})") from None
 
 
-def read_config(out):
+def read_config(out, flag="--out "):
     """config.json of the run in the folder out. UserError if out is no run."""
     if not (out / "config.json").is_file():
-        raise UserError(f"--out {out}: no run to --resume there, since it has no config.json")
+        raise UserError(f"{flag}{out}: no run{' to --resume' if flag else ''} there, since it has no config.json")
     try:
         config = json.loads((out / "config.json").read_text())
         right = isinstance(config["flags"]["rounds"], int) and all(type(config[k]) is int for k in ("workers", "threads"))
@@ -1998,7 +2007,7 @@ def read_config(out):
             return config
     except (ValueError, KeyError, TypeError):
         pass
-    raise UserError(f"--out {out}: config.json is damaged, or not of a run of this project")
+    raise UserError(f"{flag}{out}: config.json is damaged, or not of a run of this project")
 
 
 class Run:

@@ -12,11 +12,14 @@ left out (linear CKA is undefined at one and 1 at two). The equations are recons
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 The paper gives neither the bandwidth of kernel CKA (here: the median squared distance) nor the formulas of the Frobenius
 and cosine similarities (here: minus the mean squared difference; the cosine of the flattened activations).
+`fedcka.py --similarity-of RUN` compares the layers of a finished run instead (Fig. 2; similarity.py).
 
 FedCKA paper, Table 1, CIFAR-10, row FedCKA:
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
         --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none --mu 3
 """
+import sys
+
 import torch
 import torch.nn.functional as F
 
@@ -112,6 +115,10 @@ def local_update(worker, client, server, args):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "--similarity-of" in argv:
+        import similarity
+        return similarity.main([word for word in argv if word != "--similarity-of"])
     parser = common.flags(__doc__)
     parser.add_argument("--mu", type=common.number(float, 0), default=3.0, help="weight of the contrastive term; 0 is FedAvg")
     parser.add_argument("--layers", type=common.number(int, 1), default=2, help="M, layers from the input that are compared")
