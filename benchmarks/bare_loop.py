@@ -3,7 +3,7 @@ size and optimizer, all cores on one step, nothing federated. Both take turns on
 repeat, then medians and the ratio, then the same as JSON. Takes fedavg.py's flags:
 
     python benchmarks/bare_loop.py
-    python benchmarks/bare_loop.py --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50
+    python benchmarks/bare_loop.py --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --samples 50000
 """
 import json
 import pathlib
@@ -28,7 +28,8 @@ def bare(args, data, samples):
     x, y = data.normalise(data.x), data.y
     net.train()
     start = time.perf_counter()
-    for i in torch.randperm(len(y))[:samples].split(args.batch_size):
+    order = torch.cat([torch.randperm(len(y)) for _ in range(-(-samples // len(y)))])  # as many epochs as it takes
+    for i in order[:samples].split(args.batch_size):
         loss = F.cross_entropy(net(x[i]), y[i])
         opt.zero_grad()
         loss.backward()
@@ -69,6 +70,7 @@ def main(argv=None):
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{plain:11,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
     print(json.dumps({"model": args.model, "batch_size": args.batch_size, "cores": common.CORES, "torch": torch.__version__,
+                      "commit": common._commit(),
                       "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
 
 
