@@ -1,0 +1,677 @@
+"""compare.py: runs side by side, beside the published numbers, as tables and curves
+
+Runs that differ in nothing but the seed (and in the machine's flags) are one row. What the columns hold:
+    n            finished seeds; without any, the runs that were cut or still go, at the last round that all of them have
+    last, best   accuracy (%) of the global model on the whole test set, in the last round and in the best one
+    EMA          exponential moving average with factor 0.9, bias-corrected (FedMLB's figure); --at: at these rounds
+    last five    mean of the last five evaluations; their deviation: population standard deviation (rFedAvg's figures)
+    to T%        first round whose EMA is at least T (--target); 1000+: not within the run's 1000 rounds
+    worst client accuracy of the worst client in the last round, where it was measured (--client-test; its n, if fewer)
+    s/round      median seconds of a round, aggregation and evaluation included; MB/round: sent and received by all clients;
+                 (x) both relative to fedavg.py with the same data, network and federation, seconds where the machine,
+                 --workers, --precision and --graph are the same too; delta bytes: of rFedAvg's deltas, down and up, a client
+                 and round
+a +- b: mean and sample standard deviation (n - 1) over the seeds. A last table sets the published numbers beside runs whose
+flags are those of a paper's cell (published.csv, tables.py), with lambda_max, H_T, H_N and H_D where hessian_eval.py has been
+there. A mean over cells that are not all there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
+FedAlign's and FedCKA's tables report is not stated: last and best are both given. Their times are compared as ratios to
+FedAvg's, FedCKA's by the time in training.
+
+    python compare.py runs/fedalign-1/* runs/fedalign-5/*
+"""
+import argparse
+import collections
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+
+import common
+import tables
+
+# Flags that may differ among the runs of a row, since they do not decide the result, or only to rounding.
+MACHINE = common.FREE_ON_RESUME - {"rounds"} | {"device", "workers", "graph", "deterministic", "client_test"}
+# Flags that make the setting; what else differs between rows names the method.
+SETTING = ("dataset", "data_dir", "image_size", "partition", "alpha", "similarity", "split_file", "data_seed", "users", "model",
+           "clients", "sample", "rounds", "epochs", "local_steps", "batch_size")
+PUBLISHED = pathlib.Path(__file__).with_name("published.csv")
+
+
+@dataclasses.dataclass
+class Run:
+    """A run folder, from its config.json and metrics.jsonl alone."""
+    path: pathlib.Path
+    script: str
+    flags: dict
+    rows: list  # of metrics.jsonl, rounds 1, 2, ...
+    hardware: str
+    torch: str
+    commit: str
+    workers: int | None  # None: not settled yet
+
+    @property
+    def finished(self):
+        return len(self.rows) >= self.flags["rounds"]
+
+    @property
+    def key(self):
+        """What two runs share when only their seeds differ."""
+        return self.script, json.dumps(decisive(self.flags), sort_keys=True)
+
+    @property
+    def speed(self):
+        """What two runs share whose seconds compare."""
+        return self.hardware, self.workers, self.flags.get("precision"), self.flags.get("graph")
+
+
+def decisive(flags):
+    """The flags that decide a result, but the seed, as they act: {name: value}. --augment as what it comes to, the file of
+    --vectors by its name, --data-dir only where it says which images they are."""
+    found = {k: v for k, v in flags.items() if k not in MACHINE | {"seed"}}
+    words = argparse.Namespace(dataset=flags["dataset"], augment=flags.get("augment", "auto"))
+    found["augment"] = common.resolve_augment(words)
+    found["vectors"] = flags.get("vectors") and pathlib.Path(flags["vectors"]).name
+    if flags["dataset"] == "folder":
+        found["data_dir"] = flags.get("data_dir")
+    return found
+
+
+def read_run(path):
+    """The Run in a folder. UserError if it is none, or damaged; a last line that was cut while being written does not count."""
+    path = pathlib.Path(path)
+    if not (path / "config.json").is_file():
+        raise common.UserError(f"{path}: no run, since it has no config.json")
+    try:
+        config = json.loads((path / "config.json").read_text())
+        script, flags = config["script"], config["flags"]
+        right = type(script) is str and type(flags["dataset"]) is str and all(type(flags[k]) is int for k in ("rounds", "seed"))
+        decisive(flags)
+        machine = [str(config.get("device")), str((config.get("versions") or {}).get("torch")), config.get("commit")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        right = False
+    if not right:
+        raise common.UserError(f"{path}: config.json is damaged, or not of a run of this project")
+    metrics, rows = path / "metrics.jsonl", []
+    try:
+        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    except OSError as e:
+        raise common.UserError(f"{metrics}: cannot be read ({e.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            numbers = [*row["seconds"].values(), *(row[k] for k in ("bytes_down", "bytes_up", "train_loss")),
+                       row.get("bytes_delta", 0)]
+            perhaps = [row[k] for k in ("test_acc", "test_loss", "acc_ema")] + [row.get("client_acc_worst")]
+            whole = row["round"] == number and len(row["clients"]) > 0 and all(type(v) in (int, float) for v in numbers)
+            whole = whole and all(v is None or type(v) in (int, float) for v in perhaps)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            whole = False
+        if whole:
+            rows.append(row)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise common.UserError(f"{metrics}: line {number} is damaged; it should be the row of round {number}")
+    return Run(path, script, flags, rows, machine[0], machine[1], machine[2] or "unknown", config.get("workers"))
+
+
+@dataclasses.dataclass
+class Group:
+    """The runs of one row, and how many of their rounds count."""
+    runs: list  # finished ones, or if there are none all that have a round
+    others: list  # cut or still going, beside finished ones
+    rounds: int
+
+    @property
+    def flags(self):
+        return self.runs[0].flags
+
+    def count(self):
+        """n as it is shown."""
+        n, asked = len(self.runs), self.flags["rounds"]
+        at = "" if self.rounds >= asked else f" at {self.rounds}/{asked}"
+        return f"{n}{at}" + "".join(f" + 1 at {len(run.rows)}/{asked}" for run in self.others)
+
+
+def measured(run):
+    """How much there is of a run: rounds, and figures in their rows."""
+    return len(run.rows), sum(v is not None for row in run.rows for v in row.values())
+
+
+def grouped(runs, warn):
+    """Runs as Groups, in the order given. warn(line) is told of runs that are left out."""
+    byname = collections.OrderedDict()
+    for run in runs:
+        byname.setdefault(run.key, []).append(run)
+    groups = []
+    for same in byname.values():
+        seeds = {}
+        for run in same:
+            known = seeds.setdefault(run.flags["seed"], run)
+            if known is not run:  # twice the same run is no second sample; the one of which more was measured stays
+                more = measured(run) > measured(known)
+                kept, left = (run, known) if more else (known, run)
+                seeds[run.flags["seed"]] = kept
+                warn(f"{left.path}: left out, since it is the run of {kept.path} again (seed {run.flags['seed']})")
+        for run in seeds.values():
+            if not run.rows:
+                warn(f"{run.path}: left out, since it has no finished round yet")
+        begun = [run for run in seeds.values() if run.rows]
+        done = [run for run in begun if run.finished]
+        if begun:
+            chosen = done or begun
+            groups.append(Group(chosen, [run for run in begun if run not in chosen], min(len(run.rows) for run in chosen)))
+    return groups
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures of a run, and their mean over seeds
+# ----------------------------------------------------------------------------------------------------------------------
+
+def figures(run, rounds, at=(), targets=()):
+    """The figures of a run after so many rounds, {column: number or None}."""
+    rows = run.rows[:rounds]
+    tested = [row for row in rows if row["test_acc"] is not None]
+    if not tested:
+        return {}
+    accuracies, last = [row["test_acc"] for row in tested], tested[-1]
+    five = accuracies[-5:]
+    found = {"last": last["test_acc"], "best": max(accuracies), "EMA": last["acc_ema"],
+             "last five": statistics.fmean(five), "their deviation": statistics.pstdev(five)}
+    for round_ in at:
+        found[f"EMA@{round_}"] = next((row["acc_ema"] for row in tested if row["round"] == round_), None)
+    for target in targets:
+        found[f"to {target:g}%"] = next((row["round"] for row in tested if row["acc_ema"] >= target), None)
+    if last.get("client_acc_worst") is not None:
+        found["worst client"] = last["client_acc_worst"]
+    found["s/round"] = statistics.median(sum(row["seconds"].values()) for row in rows)
+    found["train s/round"] = statistics.median(row["seconds"].get("train", 0) for row in rows)
+    found["MB/round"] = statistics.fmean(row["bytes_down"] + row["bytes_up"] for row in rows) / 1e6
+    if "bytes_delta" in rows[-1]:
+        found["delta bytes"] = rows[-1]["bytes_delta"] / len(rows[-1]["clients"])
+    return found
+
+
+@dataclasses.dataclass
+class Mean:
+    """Mean and sample standard deviation (None for n = 1) of n numbers; missed: how many more had none."""
+    mean: float
+    std: float
+    n: int
+    missed: int = 0
+
+    @classmethod
+    def of(cls, values):
+        there = [v for v in values if v is not None]
+        if not there:
+            return cls(None, None, 0, len(values))
+        std = statistics.stdev(there) if len(there) > 1 else None
+        return cls(statistics.fmean(there), std, len(there), len(values) - len(there))
+
+    def show(self, digits=2):
+        if self.mean is None:
+            return "-"
+        return f"{self.mean:,.{digits}f}" + (f" +- {self.std:,.{digits}f}" if self.std is not None else "")
+
+
+def means(group, at=(), targets=()):
+    """{column: Mean over the group's runs}."""
+    each = [figures(run, group.rounds, at, targets) for run in group.runs]
+    return {name: Mean.of([found.get(name) for found in each]) for name in dict.fromkeys(itertools.chain(*each))}
+
+
+def shown(name, found, group):
+    """A Mean as its cell of the table."""
+    if name.startswith("to "):  # censored: not within the run's rounds
+        limit = f"{group.rounds}+"
+        if found.missed:
+            return limit if not found.n else f"{limit} ({found.n} of {found.n + found.missed}: {found.show(0)})"
+        return found.show(0)
+    if name == "worst client" and found.missed:  # measured in some of the runs alone
+        return f"{found.show()} (n = {found.n})"
+    large = name in ("s/round", "MB/round", "delta bytes") and found.mean is not None
+    return found.show((found.mean < 10) + (found.mean < 1000) if large else 2)
+
+
+def baseline(group, groups):
+    """fedavg.py's group in the same setting, the one with most flags in common; None without one."""
+    def alike(a, b, names):
+        return sum(a.get(k) == b.get(k) for k in names)
+    fits = [g for g in groups if g.runs[0].script == "fedavg" and g.flags.get("server") == "avg"
+            and all(g.flags.get(k) == group.flags.get(k) for k in SETTING if k not in ("rounds", "data_dir"))]
+    return max(fits, key=lambda g: alike(g.flags, group.flags, g.flags), default=None)
+
+
+def words(value):
+    return ",".join(map(str, value)) if isinstance(value, list) else "all" if value is None else str(value)
+
+
+def labels(groups, names):
+    """[(setting, method, group)], a row each. names: {folder: [(setting, method), ...]}, else what differs among flags."""
+    rows = []
+    for group in groups:
+        known = names.get(str(group.runs[0].path)) if names else None
+        if known:
+            rows += [(*name, group) for name in known]
+            continue
+        differing = [k for k in SETTING if len({words(g.flags.get(k)) for g in groups}) > 1]
+        if group.flags["dataset"] != "folder":
+            differing = [k for k in differing if k != "data_dir"]
+        setting = ", ".join(f"{k} {words(group.flags.get(k))}" for k in differing)
+        same = [g for g in groups if g.runs[0].script == group.runs[0].script]
+        own = [k for k in group.flags if k not in {*SETTING, *MACHINE, "seed"}
+               and len({words(g.flags.get(k)) for g in same}) > 1]
+        rows.append((setting, " ".join([group.runs[0].script, *(f"{k}={words(group.flags[k])}" for k in own)]), group))
+    if names:  # drop what all settings say
+        parts = [[part for word in setting.split(" ") for part in word.split(";")] for setting, _, _ in rows]
+        common_ = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+        rows = [(" ".join(p for p in part if p not in common_), *row[1:]) for part, row in zip(parts, rows)]
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Published numbers
+# ----------------------------------------------------------------------------------------------------------------------
+
+def read_published():
+    """{(paper, table, dataset, model, setting, method): {metric: (value, std)}} of published.csv, both as printed."""
+    rows = {}
+    for row in csv.DictReader(line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")):
+        key = tuple(row[k] for k in ("paper", "table", "dataset", "model", "setting", "method"))
+        rows.setdefault(key, {})[row["metric"]] = row["value"], row["std"]
+    return rows
+
+
+def given(cell, flags):
+    """Whether flags agree with the words of a cell's command: a quick look before it is parsed."""
+    def agree(word, value):
+        try:
+            return float(word) == float(value)
+        except (TypeError, ValueError):
+            return word == words(value)
+    pairs = zip(cell.words, cell.words[1:])
+    return all(agree(word, flags.get(flag[2:].replace("-", "_"))) for flag, word in pairs
+               if flag.startswith("--") and not word.startswith("--") and flag not in ("--vectors", "--augment"))
+
+
+def cells_of(group):
+    """The papers' cells that have this group's flags, those left at their defaults too."""
+    run = group.runs[0]
+    own = decisive(run.flags)
+    for cell in itertools.chain(*tables.all_cells().values()):
+        if cell.script == run.script and given(cell, run.flags):
+            if all(own.get(k, v) == v for k, v in decisive(tables.parsed(cell.command)).items()):
+                yield cell
+
+
+def key_of(cell):
+    """The row of published.csv that a cell stands in."""
+    return cell.paper, cell.table, cell.dataset, cell.model, cell.setting, cell.method
+
+
+def beside_published(groups, wanted=None):
+    """The table of measured and published numbers: (rows for the tidy CSV, rows for the eye). wanted: [(paper, table)], or
+    None for all."""
+    published, cells = read_published(), collections.OrderedDict()
+    for group in groups:
+        for cell in cells_of(group):
+            if key_of(cell) in published and (not wanted or (cell.paper, cell.table) in wanted):
+                cells.setdefault(key_of(cell), []).append(group)
+    merged = collections.OrderedDict()
+    for key, several in cells.items():
+        for metric, (value, std) in published[key].items():
+            for name, measured, target, spread in measure(key, metric, several, groups, published):
+                if target is None:
+                    target, spread = value, std
+                row = (key[0], *key[2:], name, measured, target, spread)
+                merged.setdefault(row, []).append(key[1])
+    lines, tidy = [], []
+    for (paper, dataset, model, setting, method, name, measured, value, std), where in merged.items():
+        several = cells[next(k for k in cells if (k[0], *k[2:]) == (paper, dataset, model, setting, method))]
+        short = any(group.rounds < group.flags["rounds"] for group in several) or " of " in measured[2]
+        censored = value.endswith("+") or value == "NA" or measured[0] is None or short or name.startswith("delta")
+        difference = "" if censored else f"{measured[0] - float(value):+.2f}"
+        lines.append({"paper": f"{paper} {', '.join(where)}", "setting": f"{dataset} {model} {setting}", "method": method,
+                      "figure": name, "n": measured[2], "measured": measured[1],
+                      "published": value + (f" +- {std}" if std else ""), "difference": difference,
+                      "hardware": machine(several[0])})
+        tidy.append({**lines[-1], "paper": paper, "table": ",".join(where), "measured": measured[0],
+                     "published": value, "published_std": std})
+    return tidy, lines
+
+
+def measure(key, metric, several, groups, published):
+    """What was measured of a published metric: [(name, (mean, as shown, n), other published value or None, its std)]."""
+    def column(name, **more):
+        each = [means(g, **more).get(name) for g in several]
+        if any(m is None for m in each):
+            return None, "-", several[0].count()
+        if subsets > 1:  # Table 6 of FedMLB: mean over subsets of pathways, which is theirs once all are there
+            over = Mean.of([m.mean for m in each])
+            return over.mean, over.show(), (f"{over.n} of " if over.n < subsets else "") + f"{subsets} subsets"
+        mean = None if each[0].missed else each[0].mean  # no mean of rounds of which some are censored
+        return mean, shown(name, each[0], several[0]), several[0].count()
+
+    paper, group = key[0], several[0]
+    subsets = sum(key_of(cell) == key for cell in tables.all_cells()[key[:2]])
+    if metric == "acc" and paper == "rFedAvg":
+        mean, text, n = column("last five")
+        deviation = means(group)["their deviation"].mean
+        return [("mean of last five +- over rounds", (mean, f"{mean:.2f} +- {deviation:.2f}", n), None, None)]
+    if metric == "acc":
+        return [("acc, last", column("last"), None, None), ("acc, best", column("best"), None, None)]
+    if metric.startswith("acc@"):
+        round_ = int(metric[4:-1])
+        return [(f"EMA at round {round_}", column(f"EMA@{round_}", at=[round_]), None, None)]
+    if metric.startswith("rounds_to_"):
+        target = float(metric[10:-1])
+        return [(f"rounds to {target:g}%", column(f"to {target:g}%", targets=[target]), None, None)]
+    if metric in ("time_s_per_round", "train_time_s"):  # other hardware: only ratios compare
+        plain = next((published[(*key[:5], name)][metric][0] for name in ("FedAvg", "None(FedAvg)")
+                      if metric in published.get((*key[:5], name), {})), None)
+        base = baseline(group, groups)
+        if plain is None or base is None or base is group or not comparable(base, group):
+            return []
+        name = "train s/round" if metric == "train_time_s" else "s/round"  # FedCKA's Tables 3 and 4: local training time
+        ratio = means(group)[name].mean / means(base)[name].mean
+        return [("training " * (metric == "train_time_s") + "seconds x FedAvg", (ratio, f"{ratio:.2f}", group.count()),
+                 f"{float(published[key][metric][0]) / float(plain):.2f}", "")]
+    if metric == "delta_size_bytes":  # theirs: what a client receives, with about 760 bytes of serialisation a delta
+        note = "down, of the clients sampled" if key[4] == "cross-device" else "down"
+        return [(f"delta bytes, down and up (published: {note})", column("delta bytes"), None, None)]
+    if metric in HESSIAN:
+        found = Mean.of([hessian(run.path).get(metric) for run in group.runs])
+        return [(metric, (found.mean, found.show(), f"{found.n}"), None, None)] if found.n else []
+    return []  # of cost.py
+
+
+HESSIAN = ("lambda_max", "H_T", "H_N", "H_D")
+
+
+def hessian(path):
+    """What hessian_eval.py has left in a run folder, {metric: number}; H_N and H_D of the reading behind FedAlign's Table 1
+    alone. Empty without it."""
+    try:
+        found = json.loads((path / "hessian.json").read_text())
+        numbers = {"lambda_max": found["eigenvalues"][0]["value"], "H_T": found["trace"]["value"]}
+        if found["settings"]["diagonal"] == "tensor":
+            numbers |= {name: found.get(name) for name in ("H_N", "H_D")}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
+    return {name: value for name, value in numbers.items() if type(value) in (int, float)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables and pictures
+# ----------------------------------------------------------------------------------------------------------------------
+
+def render(lines, markdown):
+    """Dicts with the same keys as a table; columns without content are left out."""
+    columns = [c for c in lines[0] if any(line[c] not in ("", "-") for line in lines)]
+    cells = [columns, *[[str(line[c]) for c in columns] for line in lines]]
+    width = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    if markdown:
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+        rows = ["| " + " | ".join(row) + " |" for row in cells]
+        return "\n".join([rows[0], "|" + "---|" * len(columns), *rows[1:]])
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in cells)
+
+
+def machine(group):
+    """Where a group was run, one word if all were alike."""
+    return " and ".join(sorted({run.hardware for run in group.runs}))
+
+
+def comparable(a, b):
+    """Whether the seconds of two groups were taken alike."""
+    return len({run.speed for group in (a, b) for run in group.runs}) == 1
+
+
+def table(groups, names=None, at=(), targets=()):
+    """The main table: (rows for the tidy CSV, rows for the eye)."""
+    rows = labels(groups, names)
+    lines, tidy = [], []
+    columns = ["last", "best", "EMA", *(f"EMA@{r}" for r in at), "last five", "their deviation",
+               *(f"to {t:g}%" for t in targets), "worst client", "s/round", "MB/round", "delta bytes"]
+    for setting, method, group in rows:
+        found, base = means(group, at, targets), baseline(group, groups)
+        line = {"setting": setting, "method": method, "n": group.count()}
+        for column in columns:
+            line[column] = shown(column, found[column], group) if column in found else "-"
+        for column in ("s/round", "MB/round"):
+            plain = base and means(base)
+            if plain and found and (column == "MB/round" or comparable(base, group)):
+                line[column] += f" ({found[column].mean / plain[column].mean:.2f}x)"
+        line["hardware"] = machine(group)
+        lines.append(line)
+        for name, mean in found.items():
+            missed = mean.missed if name.startswith("to ") else None
+            tidy.append({"setting": setting, "method": method, "figure": name, "n": mean.n, "measured": mean.mean,
+                         "std": mean.std, "rounds": group.rounds, "not reached": missed, "hardware": machine(group)})
+    return tidy, lines
+
+
+def pooled(groups, flag, at, targets):
+    """Mean over the groups that differ in a flag only, by the length of its value where that is a list."""
+    pools = collections.OrderedDict()
+    for group in groups:
+        if flag not in group.flags:
+            raise common.UserError(f"argument --over: {group.runs[0].path} has no flag {flag}")
+        value = group.flags[flag]
+        rest = {k: v for k, v in json.loads(group.runs[0].key[1]).items() if k != flag}
+        size = len(value) if isinstance(value, list) else "all" if value is None else "any"
+        pools.setdefault((group.runs[0].script, json.dumps(rest, sort_keys=True), size), []).append(group)
+    lines = []
+    for (script, _, size), several in pools.items():
+        each = [means(g, at, targets) for g in several]
+        seeds = ", ".join(sorted({g.count() for g in several}))
+        line = {"method": script, f"number of {flag}": size, "n": f"{len(several)} rows of n = {seeds}"}
+        for column in ["last", "best", "EMA", *(f"EMA@{r}" for r in at)]:
+            line[column] = Mean.of([m[column].mean for m in each]).show()
+        lines.append(line)
+    return lines
+
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B"]  # told apart by all eyes
+AXES = {"rounds": "Communication rounds", "seconds": "Seconds", "bytes": "Communicated (GB)", "accuracy": "Test accuracy (%)",
+        "ema": "Test accuracy, EMA (%)", "train_loss": "Training loss", "test_loss": "Test loss"}
+
+
+def curve(group, x, y):
+    """Points of a group's curve: x, mean and sample deviation over seeds of y, the last None for one seed."""
+    key = {"accuracy": "test_acc", "ema": "acc_ema"}.get(y, y)
+    points, at, deviation = [], [], []
+    for i in range(group.rounds):
+        rows = [run.rows[i] for run in group.runs]
+        if any(row[key] is None for row in rows):
+            continue
+        seen = [run.rows[:i + 1] for run in group.runs]
+        at.append({"rounds": i + 1,
+                   "seconds": statistics.fmean(sum(sum(r["seconds"].values()) for r in s) for s in seen),
+                   "bytes": statistics.fmean(sum(r["bytes_down"] + r["bytes_up"] for r in s) for s in seen) / 1e9}[x])
+        values = Mean.of([row[key] for row in rows])
+        points.append(values.mean)
+        deviation.append(values.std)
+    return at, points, deviation if len(group.runs) > 1 else None
+
+
+def panels(settings, quantities):
+    """Where each panel of a picture stands: {(setting, quantity): (row, column)}; no more than four side by side."""
+    if len(settings) == 1:
+        return {(settings[0], q): (0, j) for j, q in enumerate(quantities)}
+    if len(quantities) == 1:
+        return {(s, quantities[0]): divmod(i, 3) for i, s in enumerate(settings)}
+    wide = len(settings) <= 4
+    return {(s, q): (j, i) if wide else (i, j) for i, s in enumerate(settings) for j, q in enumerate(quantities)}
+
+
+def pyplot():
+    """matplotlib.pyplot, drawing into files. UserError without matplotlib."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+    except ImportError:
+        raise common.UserError("argument --plot: needs matplotlib (pip install matplotlib)") from None
+    return matplotlib.pyplot
+
+
+def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss")):
+    """A picture of curves, a panel for each setting and quantity. UserError without matplotlib."""
+    plt = pyplot()
+    rows = labels(groups, names)
+    if len({row[0] for row in rows}) == len(rows):  # nothing to compare within a setting: it tells the curves apart
+        rows = [("", f"{method} {setting}".strip(), group) for setting, method, group in rows]
+    settings, methods = list(dict.fromkeys(row[0] for row in rows)), list(dict.fromkeys(row[1] for row in rows))
+    style = {m: {"color": COLOURS[i % len(COLOURS)], "linestyle": ["-", "--", ":", "-."][i // len(COLOURS) % 4]}
+             for i, m in enumerate(methods)}
+    places = panels(settings, list(quantities))
+    down, across = (1 + max(place[k] for place in places.values()) for k in (0, 1))
+    at_place = {place: panel for panel, place in places.items()}
+    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
+                                "legend.frameon": False, "lines.linewidth": 1.3}):
+        figure, axes = plt.subplots(down, across, figsize=(max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6), squeeze=False,
+                                    layout="constrained")
+        for row, column in ((r, c) for r in range(down) for c in range(across)):
+            ax = axes[row][column]
+            if (row, column) not in at_place:
+                ax.remove()
+                continue
+            setting, quantity = at_place[row, column]
+            for method, group in ((m, g) for s, m, g in rows if s == setting):
+                at, mean, deviation = curve(group, x, quantity)
+                ax.plot(at, mean, label=method, marker="." if len(at) == 1 else None, **style[method])
+                if deviation:
+                    low, high = ([m + sign * d for m, d in zip(mean, deviation)] for sign in (-1, 1))
+                    ax.fill_between(at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0)
+            ax.grid(color="0.92")
+            ax.set_axisbelow(True)
+            if x == "rounds":
+                ax.xaxis.get_major_locator().set_params(integer=True)
+            if (row + 1, column) not in at_place:
+                ax.set_xlabel(AXES[x])
+            if column == 0 or at_place[row, column - 1][1] != quantity:
+                ax.set_ylabel(AXES[quantity])
+            if row == 0 or at_place[row - 1, column][0] != setting:
+                ax.set_title(setting, fontsize=8)
+        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_lines()}
+        counts = sorted({len(group.runs) for group in groups})
+        title = f"n = {', '.join(map(str, counts))}" + "; band: one standard deviation over seeds" * (counts[-1] > 1)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7,
+                      ncols=min(len(handles), max(2, int(1.7 * across))))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=pathlib.Path(path).suffix[1:] or "png", dpi=300)
+        plt.close(figure)
+    common._write(path, buffer.getvalue())
+
+
+def add_flags(parser):
+    """What reproduce.py takes too."""
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    parser.add_argument("--csv", metavar="FILE", help="also write all numbers, one a line")
+    parser.add_argument("--at", type=common.integers(1), metavar="ROUND,...",
+                        help="columns for the EMA at these rounds")
+    parser.add_argument("--target", type=_percents, metavar="PERCENT,...",
+                        help="columns for the first round whose EMA gets there")
+    parser.add_argument("--over", metavar="FLAG", help="a further table, averaged over a flag: pathways, for FedMLB's Table 6")
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)")
+    parser.add_argument("--x", default="rounds", choices=["rounds", "seconds", "bytes"], help="what curves are drawn against")
+    parser.add_argument("--y", type=_quantities, metavar="LIST",
+                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss; without it "
+                             "accuracy,train_loss")
+
+
+def _percents(text):
+    return [common.number(float, 0, 100)(word) for word in text.split(",")]
+
+
+def _quantities(text):
+    names = text.split(",")
+    if not set(names) <= {"accuracy", "ema", "train_loss", "test_loss"}:
+        raise argparse.ArgumentTypeError(f"takes a list of accuracy, ema, train_loss and test_loss, not {text[:40]!r}")
+    return names
+
+
+def check_outputs(args):
+    """UserError, before any work, for a --csv or --plot that could not be written, or would overwrite something."""
+    for flag in ("csv", "plot"):
+        path = getattr(args, flag) and pathlib.Path(getattr(args, flag))
+        if not path:
+            continue
+        run = next((folder for folder in path.absolute().parents if (folder / "config.json").exists()), None)
+        if path.exists():
+            raise common.UserError(f"argument --{flag}: {path} exists already; name another file")
+        if run:
+            raise common.UserError(f"argument --{flag}: {path} is inside the run folder {run}; name a file elsewhere")
+        if not path.absolute().parent.is_dir():
+            raise common.UserError(f"argument --{flag}: {path}: there is no folder {path.parent}")
+    if args.plot:
+        pyplot()
+        from matplotlib.backend_bases import FigureCanvasBase
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if (pathlib.Path(args.plot).suffix[1:] or "png") not in kinds:
+            raise common.UserError(f"argument --plot: {args.plot} must end in one of .{', .'.join(sorted(kinds))}")
+
+
+def report(folders, args, names=None, published=True, wanted=None):
+    """Print the tables, write the CSV and the picture; published, wanted: whether beside published numbers, and of which
+    (paper, table) alone. Returns how many folders were damaged; UserError if nothing is left."""
+    runs, damaged = [], 0
+
+    def warn(line):
+        print(f"compare.py: {line}", file=sys.stderr)
+
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except common.UserError as e:
+            damaged += 1
+            warn(f"error: {e}")
+    groups = grouped(runs, warn)
+    if not groups:
+        raise common.UserError("no run with a finished round to compare")
+    at, targets, flag = args.at or [], args.target or [], args.over and args.over.replace("-", "_")
+    over = pooled(groups, flag, at, targets) if flag else []
+    tidy, lines = table(groups, names, at, targets)
+    print(render(lines, args.markdown))
+    if over:
+        print(f"\nMean +- sample standard deviation over the rows that differ in {flag}:\n")
+        print(render(over, args.markdown))
+    beside, besides = beside_published(groups, wanted) if published else ([], [])
+    if beside:
+        print("\nBeside the published numbers:\n")
+        print(render(besides, args.markdown))
+    used = [run for group in groups for run in group.runs]
+    commits = sorted({run.commit[:7] + "+" * run.commit.endswith("+") for run in used})
+    versions = f"torch {', '.join(sorted({run.torch for run in used}))}, commit {', '.join(commits)}"
+    print(f"\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1; {versions}.")
+    if args.csv:
+        columns = ["setting", "method", "figure", "n", "measured", "std", "rounds", "not reached", "hardware", "paper", "table",
+                   "published", "published_std", "difference"]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(tidy + beside)
+        common._write(args.csv, text.getvalue().encode())
+    if args.plot:
+        plot(groups, names, args.plot, args.x, args.y or ["accuracy", "train_loss"])
+    return damaged
+
+
+def main(argv=None):
+    parser = common.PlainParser(__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        check_outputs(args)
+        raise SystemExit(2 if report(args.runs, args) else 0)
+    except (common.UserError, OSError) as e:
+        parser.error(" ".join(str(e).split()))
+
+
+if __name__ == "__main__":
+    main()
