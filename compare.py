@@ -21,6 +21,7 @@ FedAvg's, FedCKA's by the time in training.
 """
 import argparse
 import collections
+import contextlib
 import csv
 import dataclasses
 import io
@@ -475,7 +476,9 @@ def pooled(groups, flag, at, targets):
 
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B"]  # told apart by all eyes
-AXES = {"rounds": "Communication rounds", "seconds": "Seconds", "bytes": "Communicated (GB)", "accuracy": "Test accuracy (%)",
+QUANTITIES = ("accuracy", "ema", "train_loss", "test_loss")
+AXES = {"rounds": "Communication rounds", "seconds": "Seconds", "bytes": "Communicated (GB)", "s/round": "Seconds a round",
+        "MB/round": "Communicated a round (MB)", "accuracy": "Test accuracy (%)",
         "ema": "Test accuracy, EMA (%)", "train_loss": "Training loss", "test_loss": "Test loss"}
 
 
@@ -519,52 +522,126 @@ def pyplot():
 
 
 def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss")):
-    """A picture of curves, a panel for each setting and quantity. UserError without matplotlib."""
+    """A picture of curves, a panel for each setting and quantity; of points, a panel for each quantity, where x is a flag or
+    a figure. UserError without matplotlib."""
     plt = pyplot()
+    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
+                         "legend.frameon": False, "lines.linewidth": 1.3}):
+        draw = draw_curves if x in ("rounds", "seconds", "bytes") else draw_points
+        figure, bars = draw(plt, groups, names, x, list(quantities))
+        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
+        counts, room = sorted({len(group.runs) for group in groups}), 16 * figure.get_figwidth()  # characters
+        title = f"n = {', '.join(map(str, counts))}" + f"; {bars}: one standard deviation over seeds" * (counts[-1] > 1)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7,
+                      ncols=max(1, min(len(handles), int(room / (7 + max(map(len, handles)))))))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=pathlib.Path(path).suffix[1:] or "png", dpi=300)
+        plt.close(figure)
+    common._write(path, buffer.getvalue())
+
+
+def panes(plt, down, across):
+    """A figure and its axes, (down, across)."""
+    return plt.subplots(down, across, figsize=(max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6), squeeze=False,
+                        layout="constrained")
+
+
+def draw_curves(plt, groups, names, x, quantities):
     rows = labels(groups, names)
     if len({row[0] for row in rows}) == len(rows):  # nothing to compare within a setting: it tells the curves apart
         rows = [("", f"{method} {setting}".strip(), group) for setting, method, group in rows]
     settings, methods = list(dict.fromkeys(row[0] for row in rows)), list(dict.fromkeys(row[1] for row in rows))
     style = {m: {"color": COLOURS[i % len(COLOURS)], "linestyle": ["-", "--", ":", "-."][i // len(COLOURS) % 4]}
              for i, m in enumerate(methods)}
-    places = panels(settings, list(quantities))
+    places = panels(settings, quantities)
     down, across = (1 + max(place[k] for place in places.values()) for k in (0, 1))
     at_place = {place: panel for panel, place in places.items()}
-    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
-                                "legend.frameon": False, "lines.linewidth": 1.3}):
-        figure, axes = plt.subplots(down, across, figsize=(max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6), squeeze=False,
-                                    layout="constrained")
-        for row, column in ((r, c) for r in range(down) for c in range(across)):
-            ax = axes[row][column]
-            if (row, column) not in at_place:
-                ax.remove()
+    figure, axes = panes(plt, down, across)
+    for row, column in ((r, c) for r in range(down) for c in range(across)):
+        ax = axes[row][column]
+        if (row, column) not in at_place:
+            ax.remove()
+            continue
+        setting, quantity = at_place[row, column]
+        for method, group in ((m, g) for s, m, g in rows if s == setting):
+            at, mean, deviation = curve(group, x, quantity)
+            ax.plot(at, mean, label=method, marker="." if len(at) == 1 else None, **style[method])
+            if deviation:
+                low, high = ([m + sign * d for m, d in zip(mean, deviation)] for sign in (-1, 1))
+                ax.fill_between(at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0)
+        ax.grid(color="0.92")
+        ax.set_axisbelow(True)
+        if x == "rounds":
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        if (row + 1, column) not in at_place:
+            ax.set_xlabel(AXES[x])
+        if column == 0 or at_place[row, column - 1][1] != quantity:
+            ax.set_ylabel(AXES[quantity])
+        if row == 0 or at_place[row - 1, column][0] != setting:
+            ax.set_title(setting, fontsize=8)
+    return figure, "band"
+
+
+EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along an axis of seconds or bytes a round
+
+
+def lines_over(groups, names, x):
+    """What is drawn against x, a flag or a figure of a round: [(label, [(value, group), ...])]. A line holds the groups of a
+    method that differ in x alone (where x is a figure: in what moves it), in order of x. Groups left alone are one line, as
+    of epochs and rounds whose product is fixed. Without the flag, as fedavg.py without lam, the value is None: a level."""
+    free, lines, alone = EFFORT if "/" in x else {x}, {}, {}
+    for group in groups:
+        known = (names or {}).get(str(group.runs[0].path), [("", group.runs[0].script)])
+        for method in dict.fromkeys(method for _, method in known):
+            rest = {k: v for k, v in decisive(group.flags).items() if k not in free}
+            lines.setdefault((method, json.dumps(rest, sort_keys=True)), []).append(group)
+    for key in [key for key, line in lines.items() if len(line) == 1 and ("/" in x or x in line[0].flags)]:
+        alone.setdefault((key[0], "alone"), []).extend(lines.pop(key))
+    found = []
+    for (method, _), line in {**lines, **alone}.items():
+        rivals = [g for other, several in {**lines, **alone}.items() if other[0] == method for g in several]
+        label, telling = [method], {*line[0].flags} - {*free, "seed", "data_dir", *MACHINE} if len(rivals) > len(line) else ()
+        for k in filter(telling.__contains__, line[0].flags):
+            if len({words(g.flags.get(k)) for g in rivals}) > 1:
+                label.append(f"{k} {' '.join(dict.fromkeys(words(g.flags.get(k)) for g in line))}")
+        points = [(means(g)[x].mean if "/" in x else g.flags.get(x), g) for g in line]
+        level = "/" not in x and x not in line[0].flags
+        found.append((", ".join(label), points if level else sorted(points, key=lambda point: in_order(point[0]))))
+    return found
+
+
+def in_order(value):
+    """A key that sorts numbers, and what is none behind them."""
+    number = type(value) in (int, float)
+    return (not number, value if number else len(words(value)), words(value))
+
+
+def draw_points(plt, groups, names, x, quantities):
+    lines = lines_over(groups, names, x)
+    values = [value for _, points in lines for value, _ in points if value is not None]
+    numbers = all(type(v) in (int, float) for v in values)
+    ticks = list(dict.fromkeys(v if numbers else words(v) for v in sorted(values, key=in_order)))
+    figure, axes = panes(plt, 1, len(quantities))
+    for ax, quantity in zip(axes[0], quantities):
+        for i, (label, points) in enumerate(lines):
+            ends = [curve(group, "rounds", quantity) for _, group in points]
+            mean = [end[1][-1] for end in ends]
+            if x not in points[0][1].flags and "/" not in x:
+                ax.axhline(mean[0], label=label, color=COLOURS[i % len(COLOURS)], linestyle="--")
                 continue
-            setting, quantity = at_place[row, column]
-            for method, group in ((m, g) for s, m, g in rows if s == setting):
-                at, mean, deviation = curve(group, x, quantity)
-                ax.plot(at, mean, label=method, marker="." if len(at) == 1 else None, **style[method])
-                if deviation:
-                    low, high = ([m + sign * d for m, d in zip(mean, deviation)] for sign in (-1, 1))
-                    ax.fill_between(at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0)
-            ax.grid(color="0.92")
-            ax.set_axisbelow(True)
-            if x == "rounds":
-                ax.xaxis.get_major_locator().set_params(integer=True)
-            if (row + 1, column) not in at_place:
-                ax.set_xlabel(AXES[x])
-            if column == 0 or at_place[row, column - 1][1] != quantity:
-                ax.set_ylabel(AXES[quantity])
-            if row == 0 or at_place[row - 1, column][0] != setting:
-                ax.set_title(setting, fontsize=8)
-        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_lines()}
-        counts = sorted({len(group.runs) for group in groups})
-        title = f"n = {', '.join(map(str, counts))}" + "; band: one standard deviation over seeds" * (counts[-1] > 1)
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7,
-                      ncols=min(len(handles), max(2, int(1.7 * across))))
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=pathlib.Path(path).suffix[1:] or "png", dpi=300)
-        plt.close(figure)
-    common._write(path, buffer.getvalue())
+            at = [value if numbers else ticks.index(words(value)) for value, _ in points]
+            ax.errorbar(at, mean, [end[2][-1] if end[2] else 0 for end in ends], label=label, marker="o", markersize=3,
+                        capsize=2, color=COLOURS[i % len(COLOURS)], linestyle=["-", ":"][i // len(COLOURS) % 2])
+        if numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks):
+            ax.set_xscale("log")
+        if "/" not in x and len(ticks) <= 12:
+            ax.set_xticks(ticks if numbers else range(len(ticks)), [f"{t:g}" if numbers else t for t in ticks])
+            ax.minorticks_off()
+        ax.grid(color="0.92")
+        ax.set_axisbelow(True)
+        ax.set_xlabel(AXES.get(x, f"--{x.replace('_', '-')}"))
+        ax.set_ylabel(AXES[quantity])
+    return figure, "bars"
 
 
 def add_flags(parser):
@@ -578,10 +655,12 @@ def add_flags(parser):
     parser.add_argument("--over", metavar="FLAG", help="a further table, averaged over a flag: pathways, for FedMLB's Table 6")
     parser.add_argument("--plot", metavar="FILE",
                         help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)")
-    parser.add_argument("--x", default="rounds", choices=["rounds", "seconds", "bytes"], help="what curves are drawn against")
+    parser.add_argument("--x", default="rounds", metavar="NAME",
+                        help="what is drawn against: rounds, seconds or bytes, as curves; or of the last round a flag (lam, "
+                             "clients), s/round or MB/round")
     parser.add_argument("--y", type=_quantities, metavar="LIST",
                         help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss; without it "
-                             "accuracy,train_loss")
+                             "accuracy,train_loss, or accuracy against a flag")
 
 
 def _percents(text):
@@ -590,7 +669,7 @@ def _percents(text):
 
 def _quantities(text):
     names = text.split(",")
-    if not set(names) <= {"accuracy", "ema", "train_loss", "test_loss"}:
+    if not set(names) <= {*QUANTITIES}:
         raise argparse.ArgumentTypeError(f"takes a list of accuracy, ema, train_loss and test_loss, not {text[:40]!r}")
     return names
 
@@ -616,6 +695,15 @@ def check_outputs(args):
             raise common.UserError(f"argument --plot: {args.plot} must end in one of .{', .'.join(sorted(kinds))}")
 
 
+def check_x(args, flags):
+    """UserError if --x is none of its names, nor a flag of any of the runs, whose flags are given. --x as it is in them."""
+    if args.x not in AXES or args.x in QUANTITIES:
+        args.x = args.x.lstrip("-").replace("-", "_")
+        if not any(args.x in own for own in flags):
+            raise common.UserError(f"argument --x: {args.x} is no flag of these runs; it takes rounds, seconds, bytes, "
+                                   "s/round, MB/round or a flag")
+
+
 def report(folders, args, names=None, published=True, wanted=None):
     """Print the tables, write the CSV and the picture; published, wanted: whether beside published numbers, and of which
     (paper, table) alone. Returns how many folders were damaged; UserError if nothing is left."""
@@ -634,20 +722,18 @@ def report(folders, args, names=None, published=True, wanted=None):
     if not groups:
         raise common.UserError("no run with a finished round to compare")
     at, targets, flag = args.at or [], args.target or [], args.over and args.over.replace("-", "_")
+    check_x(args, [group.flags for group in groups])
     over = pooled(groups, flag, at, targets) if flag else []
     tidy, lines = table(groups, names, at, targets)
-    print(render(lines, args.markdown))
-    if over:
-        print(f"\nMean +- sample standard deviation over the rows that differ in {flag}:\n")
-        print(render(over, args.markdown))
     beside, besides = beside_published(groups, wanted) if published else ([], [])
-    if beside:
-        print("\nBeside the published numbers:\n")
-        print(render(besides, args.markdown))
+    parts = [("", lines), (f"\nMean +- sample standard deviation over the rows that differ in {flag}:\n\n", over),
+             ("\nBeside the published numbers:\n\n", besides)]
     used = [run for group in groups for run in group.runs]
     commits = sorted({run.commit[:7] + "+" * run.commit.endswith("+") for run in used})
     versions = f"torch {', '.join(sorted({run.torch for run in used}))}, commit {', '.join(commits)}"
-    print(f"\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1; {versions}.")
+    parts = [title + render(rows, args.markdown) + "\n" for title, rows in parts if rows]
+    parts.append(f"\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1; {versions}.\n")
+    print("".join(parts), end="")
     if args.csv:
         columns = ["setting", "method", "figure", "n", "measured", "std", "rounds", "not reached", "hardware", "paper", "table",
                    "published", "published_std", "difference"]
@@ -657,18 +743,45 @@ def report(folders, args, names=None, published=True, wanted=None):
         writer.writerows(tidy + beside)
         common._write(args.csv, text.getvalue().encode())
     if args.plot:
-        plot(groups, names, args.plot, args.x, args.y or ["accuracy", "train_loss"])
+        curves = args.x in ("rounds", "seconds", "bytes")
+        plot(groups, names, args.plot, args.x, args.y or (["accuracy", "train_loss"] if curves else ["accuracy"]))
+    return damaged
+
+
+MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
+
+
+def into(path, make):
+    """Put what make() prints between the MARKS in a file. UserError, before anything is made, if they are not there."""
+    try:
+        before, begin, rest = path.read_text().partition(MARKS[0])
+    except (OSError, UnicodeDecodeError) as e:
+        raise common.UserError(f"argument --into: {path} cannot be read ({e})") from None
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise common.UserError(f"argument --into: {path} has no line {MARKS[0].strip()} with {MARKS[1].strip()} behind it")
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        damaged = make()
+    if not damaged:
+        common._write(path, (before + begin + "\n" + text.getvalue() + "\n" + end + after).encode())
     return damaged
 
 
 def main(argv=None):
     parser = common.PlainParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--into", metavar="FILE", type=pathlib.Path,
+                        help=f"put the tables as Markdown into FILE, between {MARKS[0].strip()} and {MARKS[1].strip()}")
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
         check_outputs(args)
-        raise SystemExit(2 if report(args.runs, args) else 0)
+        if args.into:
+            args.markdown = True
+            damaged = into(args.into, lambda: report(args.runs, args))
+        else:
+            damaged = report(args.runs, args)
+        raise SystemExit(2 if damaged else 0)
     except (common.UserError, OSError) as e:
         parser.error(" ".join(str(e).split()))
 

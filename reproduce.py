@@ -169,7 +169,8 @@ def state_of(folder, command):
         raise common.UserError(f"{folder}: holds a run of {run.script}.py, not {script}.py; move it away, or name other --runs")
     there, asked = compare.decisive(run.flags), compare.decisive(flags)
     other = [k for k, v in asked.items() if k in there and there[k] != v and (k != "rounds" or there[k] > v)]
-    finished = len(run.rows) >= flags["rounds"] and (folder / "model.pt").exists()
+    # of a record there are config.json and metrics.jsonl alone
+    finished = len(run.rows) >= flags["rounds"] and ((folder / "model.pt").exists() or not (folder / "checkpoint.pt").exists())
     # what is measured or kept beside the result has to be there as well
     other += [k for k in ("client_test", *["save_clients"] * finished) if flags[k] and not run.flags.get(k)]
     if other:
@@ -302,12 +303,15 @@ def main(argv=None):
         raise SystemExit(130) from None
 
 
-def as_published(args, parser):
-    """The table's cells; and what it shows, in args, unless asked otherwise."""
-    cells, small_ = cells_of(args.paper, args.table), args.scale == "small"
+def as_published(args, parser, cells):
+    """args with what these cells' table or figure shows, unless asked otherwise, and drawn: the file of its own picture."""
+    args, small_ = argparse.Namespace(**vars(args)), args.scale == "small"
     paper, table = cells[0].paper, cells[0].table
-    drawn = tables.FIGURES.get((paper, table), ("",) * 4)[3].split()
-    for flag, value in zip(drawn[::2], drawn[1::2]):
+    shown = tables.FIGURES.get((paper, table), ("",) * 4)[3].split()
+    flag = tables.POINTS.get((paper, table))
+    if any(flag in tables.parsed(cell.command) for cell in cells):  # --only may leave none of them
+        shown = ["--x", flag]
+    for flag, value in zip(shown[::2], shown[1::2]):
         name = flag.lstrip("-")
         if getattr(args, name) == parser.get_default(name):
             words = value.split(",")
@@ -315,12 +319,26 @@ def as_published(args, parser):
     args.drawn = None
     if table.startswith("fig") and not args.plot:  # our own picture, drawn anew each time
         prefix = f"small-{args.dataset}-" if small_ else ""
-        args.drawn = f"{args.runs}/{prefix}{paper.lower()}-{args.table.lower()}.png"
+        args.drawn = f"{args.runs}/{prefix}{paper.lower()}-{table.lower()}.png"
     if paper == "FedMLB":
         args.at = args.at or [round(r / (SMALL[paper][1] if small_ else 1)) for r in (500, 1000)]
     if (paper, table) == ("FedMLB", "6"):
         args.over = args.over or "pathways"
-    return only(cells, args.only) if args.only else cells
+    return args
+
+
+def show(view, cells, jobs, names, all_there):
+    """compare.py's tables and pictures of what there is of jobs; view: its flags."""
+    begun = [folder for folder in jobs if (folder / "config.json").exists()]
+    if not any(compare.read_run(folder).rows for folder in begun):
+        return
+    wanted = {(cell.paper, cell.table) for cell in cells if not cell.table.startswith("fig")}
+    for flag in () if all_there else ("csv", "plot"):  # the same command writes them when all is there
+        if getattr(view, flag):
+            print(f"--{flag} {getattr(view, flag)} waits until all runs are finished\n")
+            setattr(view, flag, None)
+    view.plot = getattr(view, "drawn", None) or view.plot
+    compare.report(begun, view, names, published=not cells or view.scale != "small", wanted=wanted)
 
 
 def reproduce(args, extra, parser):
@@ -333,12 +351,22 @@ def reproduce(args, extra, parser):
             raise common.UserError(f"unrecognized arguments: {' '.join(extra)}")
         if args.sweep:
             raise common.UserError("argument --sweep: takes a method script, not a paper's table")
-        cells, small_ = as_published(args, parser), args.scale == "small"
+        cells, small_ = cells_of(args.paper, args.table), args.scale == "small"
+        cells = only(cells, args.only) if args.only else cells
         jobs, names = table_jobs(args, cells)
+    # the parts of a figure, 9a to 9d, are shown each by itself
+    apart = [list(part) for _, part in itertools.groupby(cells, lambda cell: cell.table.startswith("fig") and cell.table)]
+    for flag in ("plot", "csv") if len(apart) > 1 else ():
+        if getattr(args, flag):
+            raise common.UserError(f"argument --{flag}: {args.table} has {len(apart)} parts; name one of "
+                                   f"{', '.join(part[0].table for part in apart)}")
+    views = [as_published(args, parser, part) for part in apart] or [args]
     compare.check_outputs(args)
-    for command in dict.fromkeys(jobs.values()):  # every line, before any long work
-        flags = tables.parsed(command)
-        if args.over and args.over.replace("-", "_") not in flags:
+    flags = [tables.parsed(command) for command in dict.fromkeys(jobs.values())]  # every line, before any long work
+    for view in views:
+        compare.check_x(view, flags)
+    for command, own in zip(dict.fromkeys(jobs.values()), flags):
+        if args.over and args.over.replace("-", "_") not in own:
             raise common.UserError(f"argument --over: {command.split()[0]} has no flag {args.over}")
     states = {folder: state_of(folder, command) for folder, command in jobs.items()}
     if small_:
@@ -351,12 +379,11 @@ def reproduce(args, extra, parser):
                 print(f"python {command} --out {shlex.quote(str(folder))}" + " --resume" * (states[folder] == "begun"))
         print("".join(f"python {line}\n" for line in ends), end="")
         return 0
-    drawn = getattr(args, "drawn", None)
-    if drawn:
+    if any(getattr(view, "drawn", None) for view in views):
         compare.pyplot()
     deadline = args.limit and time.monotonic() + 60 * args.limit
-    finished, failed, stopped = run_all(jobs, deadline)
-    for line in ends if finished == len(jobs) else []:
+    (finished, failed, stopped), total = run_all(jobs, deadline), len(jobs)
+    for line in ends if finished == total else []:
         stopped = stopped or deadline and time.monotonic() >= deadline
         if not stopped:
             print(f"\npython {line}", flush=True)
@@ -364,18 +391,13 @@ def reproduce(args, extra, parser):
             stopped = code is None
             if code:
                 failed[line] = code, said or f"exit code {code}"
-    print(f"\n{finished} of {len(jobs)} runs finished" + f", {len(failed)} failed" * bool(failed)
+    print(f"\n{finished} of {total} runs finished" + f", {len(failed)} failed" * bool(failed)
           + "; the same command goes on" * bool(stopped) + "\n", flush=True)
-    begun = [folder for folder, command in jobs.items() if (folder / "config.json").exists()]
-    if any(compare.read_run(folder).rows for folder in begun):
-        wanted = {(cell.paper, cell.table) for cell in cells if not cell.table.startswith("fig")}
-        if finished < len(jobs):  # the same command writes them when all is there
-            for flag in ("csv", "plot"):
-                if getattr(args, flag):
-                    print(f"--{flag} {getattr(args, flag)} waits until all runs are finished\n")
-                    setattr(args, flag, None)
-        args.plot = drawn or args.plot
-        compare.report(begun, args, names, published=not small_, wanted=wanted)
+    for view, part in zip(views, apart or [cells]):
+        if len(views) > 1:
+            print(f"{part[0].paper} {part[0].table}\n")
+            jobs, names = table_jobs(args, part)
+        show(view, part, jobs, names, all_there=finished == total)
     if small_:
         print(f"SMALL SCALE: nothing here compares with {cells[0].paper}'s numbers.")
     for what, (code, why) in failed.items():

@@ -346,6 +346,9 @@ FIGURES = {  # curves of cells that stand in tables: paper, figure -> tables, da
     #          and of which methods, if not all
     ("FedMLB", "fig2"): ("1a", "CIFAR-100", "", "--y ema"),
     ("FedMLB", "fig3"): ("2", "CIFAR-100", "N=100", "--y ema"),
+    # open: the numbers of local iterations; here those of Tables 2 and 3
+    ("FedMLB", "fig4"): ("2|3", "CIFAR-100", "N=100;part=5%;K=50|N=100;part=5%;K=100|N=100;part=5%;K=200",
+                         "--y ema --x s/round", "FedAvg|FedMLB|FedLS-NTD|FedGKD"),
     ("FedMLB", "fig5"): ("6", "CIFAR-100", "num_pathways=1|num_pathways=5", "--y ema"),
     ("FedMLB", "fig6"): ("1a|1b|10a|10b|11a|11b", "CIFAR-100", "", "--y ema"),
     ("FedMLB", "fig7"): ("1a|1b|10a|10b|11a|11b", "Tiny-ImageNet", "", "--y ema"),
@@ -361,6 +364,10 @@ FIGURES = {  # curves of cells that stand in tables: paper, figure -> tables, da
     # accuracy against seconds, which shows both at once
     ("rFedAvg", "fig10"): ("II", "MNIST|CIFAR-10", "sim=0%|sim=10%", "--y accuracy --x seconds --target 40,50,60,80,90,95",
                            "FedAvg|rFedAvg|rFedAvg+"),
+}
+POINTS = {  # the flag that a figure with cells of its own is drawn against
+    ("FedCKA", "fig5"): "layers", ("rFedAvg", "fig9a"): "lam", ("rFedAvg", "fig9b"): "clients", ("rFedAvg", "fig9c"): "epochs",
+    ("rFedAvg", "fig9d"): "sample", ("rFedAvg", "fig12"): "noise",
 }
 AFTER = {  # what a table needs beside its runs
     ("FedAlign", "1"): "hessian_eval.py {runs} --diagonal tensor",  # the reading behind Table 1's magnitudes

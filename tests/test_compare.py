@@ -546,6 +546,81 @@ def test_pictures(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x.docx").exists()
 
 
+def groups_of(tmp_path, *commands):
+    """Finished runs of two seeds each, whose last accuracies are 10, 14; 20, 24; ..."""
+    runs = [make_run(tmp_path / f"{i}-{seed}", f"{command} --rounds 1", seed, accuracies=[10 * i + 4 * seed])
+            for i, command in enumerate(commands, 1) for seed in (0, 1)]
+    return compare.grouped([compare.read_run(run) for run in runs], print)
+
+
+def test_lines_against_a_flag_by_hand(tmp_path):
+    """In order of the flag, a line for each value of the others; without the flag a level; those left alone one line."""
+    def lines(x, *commands):
+        groups = groups_of(tmp_path / str(len(list(tmp_path.iterdir()))), *commands)
+        return [(label, [(value, groups.index(group) + 1) for value, group in line])
+                for label, line in compare.lines_over(groups, None, x)]
+    mlb = "fedprox.py --dataset glyphs --epochs"
+    assert lines("mu", "fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01") == \
+        [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [(None, 2)])]
+    assert lines("mu", "fedprox.py --mu 1", "fedprox.py --mu 1 --lr 0.1", "fedprox.py --mu 2", "fedprox.py --mu 2 --lr 0.1") == \
+        [("fedprox, lr 0.01", [(1.0, 1), (2.0, 3)]), ("fedprox, lr 0.1", [(1.0, 2), (2.0, 4)])]
+    assert lines("epochs", f"{mlb} 5", f"{mlb} 1", f"{mlb} 2 --lr 0.1", f"{mlb} 4 --lr 0.2") == \
+        [("fedprox, lr 0.01", [(1, 2), (5, 1)]), ("fedprox, lr 0.1 0.2", [(2, 3), (4, 4)])]
+    assert lines("pathways", *(f"fedmlb.py --pathways {p}" for p in ("2,3", "1", "1,2,3"))) == \
+        [("fedmlb", [([1], 2), ([2, 3], 1), ([1, 2, 3], 3)])]
+    assert lines("s/round", f"{mlb} 5", f"{mlb} 1", f"{mlb} 2 --clients 8") == \
+        [("fedprox, clients 16", [(1, 1), (1, 2)]), ("fedprox, clients 8", [(1, 3)])]
+
+
+def test_pictures_against_a_flag(tmp_path, capsys, monkeypatch):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    groups = groups_of(tmp_path, "rfedavg.py --lam 0.1", "rfedavg.py --lam 1e-5", "fedavg.py")
+    folders = [run.path for group in groups for run in group.runs]
+    assert run_compare(capsys, *folders, "--plot", tmp_path / "x.png", "--x", "lam")[0] == 0
+    ax, = drawn[0].axes
+    line, = ax.containers
+    assert line.lines[0].get_xydata().tolist() == [[1e-5, 22], [0.1, 12]] and ax.get_xscale() == "log"
+    assert line.lines[2][0].get_segments()[1][:, 1].tolist() == pytest.approx([12 - 8**0.5, 12 + 8**0.5])
+    level, = (h for h in ax.get_lines() if h.get_label() == "fedavg")
+    assert list(level.get_ydata()) == [32, 32] and ax.get_xlabel() == "--lam" and ax.get_ylabel() == "Test accuracy (%)"
+    code, out, err = run_compare(capsys, *folders, "--plot", tmp_path / "y.png", "--x", "layers")
+    assert code == 2 and "argument --x: layers is no flag of these runs" in err and err.count("\n") == 1
+    assert not (tmp_path / "y.png").exists()
+
+
+def test_tables_go_into_a_file(tmp_path, capsys):
+    """Between its marks, and nothing else is touched; not at all where marks are missing or a run is damaged."""
+    run, page = make_run(tmp_path / "run"), tmp_path / "page.md"
+    for text in ("", "\n".join(compare.MARKS[::-1]), compare.MARKS[0]):
+        page.write_text(text)
+        code, out, err = run_compare(capsys, run, "--into", page)
+        assert code == 2 and "argument --into" in err and err.count("\n") == 1 and page.read_text() == text
+    assert "argument --into" in run_compare(capsys, run, "--into", tmp_path / "no.md")[2]
+    page.write_text(f"before\n{compare.MARKS[0]}old\n{compare.MARKS[1]}after\n")
+    assert run_compare(capsys, run, "--into", page) == (0, "", "")
+    _, tables_, _ = run_compare(capsys, run, "--markdown")
+    assert page.read_text() == f"before\n{compare.MARKS[0]}\n{tables_}\n{compare.MARKS[1]}after\n"
+    (tmp_path / "bad").mkdir()
+    assert run_compare(capsys, run, tmp_path / "bad", "--into", page)[0] == 2 and tables_ in page.read_text()
+
+
+def test_the_readme_s_results_are_those_kept(capsys, tmp_path, monkeypatch):
+    """README's section is what compare.py makes of results/, every row with n and hardware."""
+    monkeypatch.chdir(ROOT)
+    page, runs = tmp_path / "README.md", sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("results/*/*/config.json"))
+    page.write_text((ROOT / "README.md").read_text())
+    assert runs and run_compare(capsys, *runs, "--into", page)[0] == 0
+    assert page.read_text() == (ROOT / "README.md").read_text()
+    section = page.read_text().partition(compare.MARKS[0])[2].partition(compare.MARKS[1])[0]
+    head, *rows = [line.split(" | ") for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    assert "n" in head and head[-1] == "hardware |" and all("cores" in row[-1] or "NVIDIA" in row[-1] for row in rows
+                                                            if row[-1] != "hardware |")
+    for run in runs:
+        flags = json.loads((ROOT / run / "config.json").read_text())["flags"]
+        assert not any(str(v).startswith("/") for v in flags.values())
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # reproduce.py
 # ----------------------------------------------------------------------------------------------------------------------
@@ -704,6 +779,8 @@ def test_a_run_with_other_flags_is_not_finished(tmp_path, capsys):
         assert run_reproduce(capsys, *sweep, "--lr", "0.03", *more)[:2] == (0, "")
     assert run_reproduce(capsys, *sweep, "--lr", "0.03", "--rounds", "9")[1].endswith("--resume\n")
     (folder / "model.pt").unlink()
+    assert run_reproduce(capsys, *sweep, "--lr", "0.03")[1] == ""  # a record, of which nothing else was kept
+    (folder / "checkpoint.pt").touch()
     assert run_reproduce(capsys, *sweep, "--lr", "0.03")[1].endswith("--resume\n")
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"fedavg"', '"moon"'))
     assert "a run of moon.py, not fedavg.py" in run_reproduce(capsys, *sweep, "--lr", "0.03")[2]
@@ -803,6 +880,35 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     assert code == 0 and lines[2][1] is not None and "the same command goes on" in out
     (b / "hessian.json").write_text("{}")
     assert run_reproduce(capsys, *argv)[0] == 0 and len(lines) == 3
+
+
+def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys):
+    """9a to 9d each against its own flag, 4 against seconds a round; a file that the user names is one part's."""
+    pytest.importorskip("matplotlib")
+    for paper, figure in (("rFedAvg", "fig9a"), ("rFedAvg", "fig9d"), ("FedMLB", "fig4")):
+        for cell in CELLS[paper, figure]:
+            own = tables.home(cell)
+            folder = tmp_path / f"{own.paper.lower()}-{own.table.lower()}" / reproduce.slug(f"{own.label} {own.method}")
+            folder = folder.with_name(f"{folder.name}-seed0")
+            if not folder.exists():
+                make_run(folder, own.command, accuracies=[1.0] * tables.parsed(own.command)["rounds"])
+    _, out, _ = run_reproduce(capsys, "fedmlb", "fig4", "--runs", tmp_path)
+    assert "12 of 12 runs finished" in out and (tmp_path / "fedmlb-fig4.png").exists()
+    for flag in ("--plot", "--csv"):
+        code, _, err = run_reproduce(capsys, "rfedavg", "fig9", "--runs", tmp_path, flag, tmp_path / "x.png")
+        assert code == 2 and f"argument {flag}: fig9 has 4 parts; name one of fig9a, fig9b" in err and err.count("\n") == 1
+    for figure in ("fig9a", "fig9d"):
+        code, out, _ = run_reproduce(capsys, "rfedavg", figure, "--runs", tmp_path)
+        assert code == 0 and (tmp_path / f"rfedavg-{figure}.png").exists()
+    with pytest.MonkeyPatch.context() as m:
+        views = []
+        m.setattr(compare, "report", lambda folders, args, names, **_: views.append((args.x, args.plot, len(folders), names)))
+        m.setattr(reproduce, "run_all", lambda *_: (0, {}, False))
+        run_reproduce(capsys, "rfedavg", "fig9", "--runs", tmp_path)
+    assert [(x, pathlib.Path(plot).name) for x, plot, *_ in views] == \
+        [("lam", "rfedavg-fig9a.png"), ("clients", "rfedavg-fig9b.png"), ("epochs", "rfedavg-fig9c.png"), ("sample", "rfedavg-fig9d.png")]
+    assert views[0][2] == len(CELLS["rFedAvg", "fig9a"]) and {s for n in views[0][3].values() for s, _ in n} == \
+        {c.label for c in CELLS["rFedAvg", "fig9a"]}
 
 
 def test_the_reason_of_a_failure_is_its_last_line(tmp_path, capsys):
