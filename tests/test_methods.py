@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import fedalign
@@ -101,15 +102,55 @@ def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
-@pytest.mark.parametrize("name, more", [*((name, []) for name in METHODS), ("scaffold", ["--correction", "gradient"]),
-                                        ("fedmlb", ["--dyn-alpha", "0.1"]), ("rfedavg", ["--variant", "rfedavg"]),
-                                        ("rfedavg", ["--reading", "code", "--noise", "3"]), ("fedkd", ["--hint", "features"])])
+VARIANTS = [*((name, []) for name in METHODS), ("scaffold", ["--correction", "gradient"]), ("fedmlb", ["--dyn-alpha", "0.1"]),
+            ("rfedavg", ["--variant", "rfedavg"]), ("rfedavg", ["--reading", "code", "--noise", "3"]), ("fedkd", ["--hint", "features"])]
+
+
+@pytest.mark.parametrize("name, more", VARIANTS)
 def test_one_closure_serves_all_clients(tmp_path, monkeypatch, name, more):
     """What a captured CUDA graph does: the step of a worker's first client is run for all others, in all rounds."""
     flags = ["--workers", "1", "--lr-decay", "0.9", *more, *(["--rounds", "2"] if name == "stochdepth" else ["--epochs", "2"])]
     expected, _ = final(name, tmp_path / "each", *flags)
     monkeypatch.setattr(common.Worker, "keep_first_step", True)
     assert same(expected, final(name, tmp_path / "first", *flags)[0])
+
+
+class Waits(TorchDispatchMode):
+    """Raises on what, on a GPU, makes the host wait for the device, or copies from the host: neither may be in a CUDA graph."""
+    aten = torch.ops.aten
+    WAITING = {aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
+               aten.unique_consecutive, aten.bincount, aten.lift_fresh}  # the last: a tensor of Python's numbers
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = args[1] if func.overloadpacket in (self.aten.index, self.aten.index_put_, self.aten.index_put) else ()
+        if func.overloadpacket in self.WAITING or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in masks):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_waits_are_found():
+    x = torch.ones(3)
+    with Waits():
+        x.add(1).mul_(x)[torch.arange(2)].sum()
+        for waiting in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x[x > 0], lambda: torch.tensor(1.0),
+                        lambda: x.nonzero(), lambda: torch.equal(x, x)):
+            with pytest.raises(AssertionError, match="waits"):
+                waiting()
+
+
+@pytest.mark.parametrize("name, more", [*VARIANTS, ("fedcka", ["--similarity-metric", "kernel-cka"]),
+                                        ("fedavg", ["--clip", "1", "--augment", "rotate10,crop,flip", "--nesterov"])])
+def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, name, more):
+    """Whole steps, from the choice of samples to the optimizer, in both rounds, when methods have their last models."""
+    step, count = common.Worker._step, []
+
+    def watched(worker, *args):
+        with Waits():
+            step(worker, *args)
+        count.append(args)
+    monkeypatch.setattr(common.Worker, "_step", watched)
+    final(name, tmp_path / "run", "--workers", "1", "--rounds", "2", *more)
+    assert len(count) > 3
 
 
 def test_the_closure_test_catches_a_stale_tensor(tmp_path, monkeypatch):
