@@ -1,6 +1,6 @@
 """Training throughput of fedavg.py against a bare PyTorch loop: one model, normalised float tensors in memory, the same batch
-size and optimizer, all cores on one step, nothing federated. Both take turns on random CIFAR-10-shaped images; one line a
-repeat, then medians and the ratio, then the same as JSON. Takes fedavg.py's flags:
+size and optimizer, all cores or the GPU on one step, nothing federated. Both take turns on random CIFAR-10-shaped images; one
+line a repeat, then medians and the ratio, then the same as JSON. Takes fedavg.py's flags:
 
     python benchmarks/bare_loop.py
     python benchmarks/bare_loop.py --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --samples 50000
@@ -23,17 +23,20 @@ import fedavg  # noqa: E402
 def bare(args, data, samples):
     """Samples/s of a plain loop over that many samples."""
     torch.manual_seed(args.seed)
-    net = common.build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection)
+    net = common.build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection).to(args.device)
     opt = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov)
-    x, y = data.normalise(data.x), data.y
+    x, y = data.normalise(data.x).to(args.device), data.y.to(args.device)
     net.train()
     start = time.perf_counter()
-    order = torch.cat([torch.randperm(len(y)) for _ in range(-(-samples // len(y)))])  # as many epochs as it takes
+    epochs = -(-samples // len(y))
+    order = torch.cat([torch.randperm(len(y), device=args.device) for _ in range(epochs)])
     for i in order[:samples].split(args.batch_size):
         loss = F.cross_entropy(net(x[i]), y[i])
         opt.zero_grad()
         loss.backward()
         opt.step()
+    if args.device != "cpu":
+        torch.cuda.synchronize()
     return samples / (time.perf_counter() - start)
 
 
@@ -51,10 +54,8 @@ def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--samples", type=common.number(int, 100), default=20_000, help="training images of all clients")
     parser.add_argument("--repeats", type=common.number(int, 1), default=5, help="times that each loop is measured")
-    parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none", device="cpu")
+    parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none")
     args = parser.parse_args(argv)
-    if args.device != "cpu":
-        parser.error("argument --device: this benchmark is for the CPU")
     shape = (3, args.image_size or 32, args.image_size or 32)
     draw = torch.Generator().manual_seed(args.seed)
     x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)
@@ -69,9 +70,9 @@ def main(argv=None):
     plain, fast = (statistics.median(column) for column in zip(*figures))
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{plain:11,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
-    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "cores": common.CORES, "torch": torch.__version__,
-                      "commit": common._commit(),
-                      "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
+    machine = torch.cuda.get_device_name(args.device) if args.device != "cpu" else f"{common.CORES} cores"
+    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": machine, "torch": torch.__version__,
+                      "commit": common._commit(), "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
 
 
 if __name__ == "__main__":

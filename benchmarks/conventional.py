@@ -1,11 +1,11 @@
 """fedavg.py against the usual way to write federated averaging, on the same data, network and clients: a PIL image and a chain
 of torchvision transforms per sample, a DataLoader a client, a deep copy of the model and a new optimizer a client, all clients
 one after the other, and an average of their state_dicts, key by key. Both take turns; one line a repeat, then medians and the
-ratio, then the same as JSON. A repeat is one round, to train and aggregate, after a warm-up that is not measured. Takes
-fedavg.py's flags:
+ratio, then the same as JSON. A repeat is one round, to train and aggregate, after a warm-up that is not measured; of the
+conventional loop it is one for each number of loading processes, of which the fastest counts. Takes fedavg.py's flags:
 
     python benchmarks/conventional.py
-    python benchmarks/conventional.py --model resnet56 --loaders 4 --device cuda
+    python benchmarks/conventional.py --model resnet56 --device cuda --loaders 0,4,8
 """
 import copy
 import json
@@ -30,7 +30,7 @@ class Images(Dataset):
     def __init__(self, data, augment):
         from torchvision import transforms
         size = data.x.shape[-1]
-        chain = [transforms.RandomCrop(size, padding=size // 8), transforms.RandomHorizontalFlip()] if augment else []
+        chain = [transforms.RandomCrop(size, padding=common.PAD), transforms.RandomHorizontalFlip()] if augment else []
         mean, std = data.mean.flatten().tolist(), data.std.flatten().tolist()
         self.transform = transforms.Compose([*chain, transforms.ToTensor(), transforms.Normalize(mean, std)])
         self.x, self.y = data.x.permute(0, 2, 3, 1).contiguous().numpy(), data.y.tolist()
@@ -43,14 +43,14 @@ class Images(Dataset):
         return self.transform(Image.fromarray(self.x[i])), self.y[i]
 
 
-def conventional_round(net, images, parts, args):
+def conventional_round(net, images, parts, args, loaders):
     """One round of the usual loop from the global network net, in place; returns its training samples."""
     device, local, samples = torch.device(args.device), [], 0
     for part in parts:
         model = copy.deepcopy(net).train()
         opt = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay,
                               nesterov=args.nesterov)
-        loader = DataLoader(Subset(images, part.tolist()), args.batch_size, shuffle=True, num_workers=args.loaders,
+        loader = DataLoader(Subset(images, part.tolist()), args.batch_size, shuffle=True, num_workers=loaders,
                             pin_memory=device.type == "cuda")
         for _ in range(args.epochs):
             for x, y in loader:
@@ -72,16 +72,16 @@ def clients(data, args):
     return common.partition(data, args)[:common.sampled_clients(args)]
 
 
-def conventional(args, data):
-    """Samples/s of a round after a warm-up, with torch's own settings of precision and cuDNN."""
+def conventional(args, data, loaders):
+    """Samples/s of a round with that many loading processes, after a warm-up; precision and cuDNN as torch sets them."""
     torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = "ieee", "tf32"
     torch.backends.cudnn.benchmark = False
     torch.manual_seed(args.seed)
     net = common.build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection).to(args.device)
     images, parts = Images(data, args.augment != "none"), clients(data, args)
-    conventional_round(net, images, parts[:1], args)
+    conventional_round(net, images, parts[:1], args, loaders)
     start = time.perf_counter()
-    samples = conventional_round(net, images, parts, args)
+    samples = conventional_round(net, images, parts, args, loaders)
     if args.device != "cpu":
         torch.cuda.synchronize()
     return samples / (time.perf_counter() - start)
@@ -99,7 +99,8 @@ def federated(args, data):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--samples", type=common.number(int, 100), default=20_000, help="training images of all clients")
-    parser.add_argument("--loaders", type=common.number(int, 0), default=0, help="worker processes of each DataLoader")
+    parser.add_argument("--loaders", type=common.integers(0), default=[0, min(common.CORES, 8)], metavar="N,...",
+                        help="numbers of loading processes of a DataLoader to try")
     parser.add_argument("--repeats", type=common.number(int, 1), default=3, help="times that each loop is measured")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1)
     args = parser.parse_args(argv)
@@ -112,16 +113,19 @@ def main(argv=None):
     x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)
     y = torch.randint(0, 10, (args.samples + 100,), generator=draw)
     data, figures = common.Data(x[:-100], y[:-100], x[-100:], y[-100:], 10), []
+    best = []
     print("conventional  fedavg.py   samples/s")
     for _ in range(args.repeats):
-        figures.append((conventional(args, data), federated(args, data)))
+        tried = {loaders: conventional(args, data, loaders) for loaders in args.loaders}
+        best.append(max(tried, key=tried.get))
+        figures.append((tried[best[-1]], federated(args, data)))
         print("{:12,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
     plain, fast = (statistics.median(column) for column in zip(*figures))
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{plain:12,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
     machine = torch.cuda.get_device_name(args.device) if args.device != "cpu" else f"{common.CORES} cores"
     print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": machine, "torch": torch.__version__,
-                      "commit": common._commit(), "loaders": args.loaders, "conventional": plain, "fedavg": fast,
+                      "commit": common._commit(), "loaders": statistics.mode(best), "conventional": plain, "fedavg": fast,
                       "ratio": ratio}))
 
 

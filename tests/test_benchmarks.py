@@ -21,12 +21,11 @@ def test_conventional_loop_is_fedavg(tmp_path):
     args = [*TINY, "--rounds", "1", "--epochs", "3", "--batch-size", "1000", "--lr", "0.3", "--out", str(tmp_path / "run")]
     net, _ = fedavg.main(args)
     args = common.flags("").parse_args(args)
-    args.loaders = 0
     torch.manual_seed(args.seed)
     data = common.load_data(args)
     plain = common.build_net(args.model, data.classes)
     before = {k: v.clone() for k, v in plain.state_dict().items()}
-    samples = conventional.conventional_round(plain, conventional.Images(data, False), conventional.clients(data, args), args)
+    samples = conventional.conventional_round(plain, conventional.Images(data, False), conventional.clients(data, args), args, 0)
     assert samples == 3 * 600
     for k, v in net.state_dict().items():
         torch.testing.assert_close(plain.state_dict()[k], v, rtol=1e-4, atol=1e-6)
