@@ -639,7 +639,7 @@ def femnist(root):
               f"copy both folders into {root}")
 
     def read(x, y):
-        x, y = np.asarray(x, np.float32).reshape(len(y), -1), np.asarray(y)
+        x, y = np.asarray(x, np.float32).reshape(len(y), -1 if y else 784), np.asarray(y, None if y else np.int64)
         if x.shape[1] != 784 or not ((x >= 0) & (x <= 1)).all():
             raise ValueError("an image is not 784 numbers from 0 to 1")
         if y.dtype.kind != "i" or not ((y >= 0) & (y < 62)).all():
@@ -662,8 +662,8 @@ def tokens(text):
 def sent140(root, args, vocabulary=3000):
     """Sentiment140 (Go et al., 2009) by user: the public CSV, root/*.csv, of polarity (0 or 4), id, date, query, user and
     text, of which a tenth, drawn at random, is the test set; or LEAF's JSON shards, root/train/*.json and root/test/*.json.
-    With --partition natural and natural-iid it is the tweets of the --users most active users, before the division, of which
-    each keeps one for training at least. Words: the most frequent in the training tweets, vocabulary - 2 at most. Else as
+    With --partition natural and natural-iid it is the tweets of the --users most active users (of the CSV before the
+    division, of LEAF in training), each of whom keeps one for training at least. Words: the most frequent in the training tweets, vocabulary - 2 at most. Else as
     rFedAvg's authors, but for their leak (--leak)."""
     advice = ("unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
               f"training.1600000.processed.noemoticon.csv into {root}")
@@ -678,7 +678,8 @@ def sent140(root, args, vocabulary=3000):
     else:
         raise UserError(f"{root}: no *.csv in it; {advice}")
     if args.partition in NATURAL:
-        counts = sorted(Counter(user).items(), key=lambda item: (-item[1], item[0]))[:args.users or args.clients]
+        active = Counter(user if test is None else itertools.compress(user, ~test))
+        counts = sorted(active.items(), key=lambda item: (-item[1], item[0]))[:args.users or args.clients]
         active = {name for name, _ in counts}
         kept = [i for i, name in enumerate(user) if name in active]
         y, text, user = y[kept], [text[i] for i in kept], [user[i] for i in kept]

@@ -61,6 +61,11 @@ def test_femnist(tmp_path, monkeypatch):
             expected = made[part].get(name, {"x": np.zeros((0, 784)), "y": []})
             assert y[writers == user].tolist() == expected["y"]
             assert np.allclose(data.normalise(x[writers == user]).numpy().reshape(-1, 784), 2 * np.reshape(expected["x"], (-1, 784)) - 1, atol=1e-6)
+    path, = (tmp_path / "femnist" / "test").glob("*.json")
+    shard = json.loads(path.read_text())  # a user may have nothing
+    shard["num_samples"].append(0), shard["users"].append("nobody"), shard["user_data"].update(nobody={"x": [], "y": []})
+    path.write_text(json.dumps(shard))
+    assert torch.equal(common.femnist(tmp_path / "femnist").x_test, data.x_test)
     monkeypatch.setattr(common, "_shards", None)  # read once
     assert torch.equal(common.femnist(tmp_path / "femnist").x, data.x)
 
@@ -331,7 +336,7 @@ def test_sent140_of_leaf(tmp_path):
         data = {u: {"x": [[str(i), "date", "NO_QUERY", u, f"{u} says \u00e9{i}", "training"] for i in range(n)], "y": [i % 2 for i in range(n)]}
                 for u, n in users.items()}
         return json.dumps({"users": list(data), "num_samples": [len(d["y"]) for d in data.values()], "user_data": data})
-    for part, users in (("train", {"ann": 5, "bob": 3}), ("test", {"ann": 1, "bob": 2})):
+    for part, users in (("train", {"ann": 5, "bob": 3}), ("test", {"ann": 1, "bob": 2, "cat": 9})):  # cat cannot train
         (tmp_path / "sent140" / part).mkdir(parents=True)
         (tmp_path / "sent140" / part / "all.json").write_text(shard(users))
     data = common.load_data(flags(*text_flags(tmp_path, "--partition", "natural", "--clients", "2")))
@@ -642,6 +647,23 @@ def test_bypasses_and_shuffles():
     assert torch.equal(block(x), block.branch(x) + x)
     shuffle = next(m for m in common.build_net("shufflenet", 10).modules() if isinstance(m, torch.nn.ChannelShuffle))
     assert shuffle(torch.arange(6.0).view(1, 6, 1, 1)).flatten().tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_layers_of_the_small_networks():
+    """Which layers follow each other in a unit; the one that halves a ShuffleNet stage pools its input beside the branch, a
+    MobileNet unit ends without activation; biases of VGG-9's convolutions start at zero."""
+    def layers(module):
+        return " ".join(type(m).__name__.removesuffix("2d") for m in module.modules() if not any(m.children()))
+    net = {name: common.build_net(name, 10) for name in ("vgg9", "mobilenet", "shufflenet", "squeezenet")}
+    assert layers(net["shufflenet"].stage2[0]) == "AvgPool Conv GroupNorm ReLU ChannelShuffle Conv GroupNorm Conv GroupNorm ReLU"
+    pool = net["shufflenet"].stage2[0][0][0]
+    assert (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
+    assert layers(net["shufflenet"].stage2[1].branch) == layers(net["shufflenet"].stage2[0][0][1])
+    assert layers(net["mobilenet"].stage2[1]) == "Conv GroupNorm ReLU6 Conv GroupNorm ReLU6 Conv GroupNorm"
+    assert layers(net["mobilenet"].head).endswith("Conv GroupNorm Conv GroupNorm ReLU6")
+    assert layers(net["squeezenet"].fire2) == " ".join(3 * ["Conv GroupNorm ReLU"])
+    assert [layers(net["vgg9"][i]) for i in (0, 2)] == ["Conv GroupNorm ReLU", "MaxPool Conv GroupNorm ReLU"]
+    assert not any(m.bias.any() for m in net["vgg9"].modules() if isinstance(m, torch.nn.Conv2d))
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "shufflenet", "squeezenet"])
