@@ -27,6 +27,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -532,8 +533,9 @@ def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss"))
         handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
         counts, room = sorted({len(group.runs) for group in groups}), 16 * figure.get_figwidth()  # characters
         title = f"n = {', '.join(map(str, counts))}" + f"; {bars}: one standard deviation over seeds" * (counts[-1] > 1)
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7,
-                      ncols=max(1, min(len(handles), int(room / (7 + max(map(len, handles)))))))
+        across = max(1, min(len(handles), int(room / (7 + max(map(len, handles))))))
+        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / across) - 2))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7, ncols=across)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=pathlib.Path(path).suffix[1:] or "png", dpi=300)
         plt.close(figure)
