@@ -663,8 +663,8 @@ def sent140(root, args, vocabulary=3000):
     """Sentiment140 (Go et al., 2009) by user: the public CSV, root/*.csv, of polarity (0 or 4), id, date, query, user and
     text, of which a tenth, drawn at random, is the test set; or LEAF's JSON shards, root/train/*.json and root/test/*.json.
     With --partition natural and natural-iid it is the tweets of the --users most active users (of the CSV before the
-    division, of LEAF in training), each of whom keeps one for training at least. Words: the most frequent in the training tweets, vocabulary - 2 at most. Else as
-    rFedAvg's authors, but for their leak (--leak)."""
+    division, of LEAF in training), each of whom keeps one for training at least. Words: the most frequent in the training
+    tweets, vocabulary - 2 at most. Else as rFedAvg's authors, but for their leak (--leak)."""
     advice = ("unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
               f"training.1600000.processed.noemoticon.csv into {root}")
     found = sorted(root.glob("*.csv"))

@@ -67,7 +67,7 @@ class Run:
     @property
     def speed(self):
         """What two runs share whose seconds compare."""
-        return self.hardware, self.workers, self.flags.get("precision"), self.flags.get("graph")
+        return self.hardware, self.workers, *(self.flags.get(k) for k in ("precision", "graph", "eval_every"))
 
 
 def decisive(flags):
@@ -93,6 +93,7 @@ def read_run(path):
         right = type(script) is str and type(flags["dataset"]) is str and all(type(flags[k]) is int for k in ("rounds", "seed"))
         decisive(flags)
         machine = [str(config.get("device")), str((config.get("versions") or {}).get("torch")), config.get("commit")]
+        right = right and flags["rounds"] > 0 and type(config.get("workers")) in (int, type(None))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         right = False
     if not right:
@@ -110,6 +111,7 @@ def read_run(path):
             perhaps = [row[k] for k in ("test_acc", "test_loss", "acc_ema")] + [row.get("client_acc_worst")]
             whole = row["round"] == number and len(row["clients"]) > 0 and all(type(v) in (int, float) for v in numbers)
             whole = whole and all(v is None or type(v) in (int, float) for v in perhaps)
+            whole = whole and (row["test_acc"] is None or row["acc_ema"] is not None)
         except (ValueError, KeyError, TypeError, AttributeError):
             whole = False
         if whole:
@@ -176,12 +178,11 @@ def figures(run, rounds, at=(), targets=()):
     """The figures of a run after so many rounds, {column: number or None}."""
     rows = run.rows[:rounds]
     tested = [row for row in rows if row["test_acc"] is not None]
-    if not tested:
-        return {}
-    accuracies, last = [row["test_acc"] for row in tested], tested[-1]
+    accuracies, last = [row["test_acc"] for row in tested], tested[-1] if tested else {}
     five = accuracies[-5:]
-    found = {"last": last["test_acc"], "best": max(accuracies), "EMA": last["acc_ema"],
-             "last five": statistics.fmean(five), "their deviation": statistics.pstdev(five)}
+    found = {"last": last.get("test_acc"), "best": max(accuracies, default=None), "EMA": last.get("acc_ema"),
+             "last five": statistics.fmean(five) if five else None,
+             "their deviation": statistics.pstdev(five) if five else None}
     for round_ in at:
         found[f"EMA@{round_}"] = next((row["acc_ema"] for row in tested if row["round"] == round_), None)
     for target in targets:
@@ -247,15 +248,16 @@ def baseline(group, groups):
 
 
 def words(value):
-    return ",".join(map(str, value)) if isinstance(value, list) else "all" if value is None else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else "default" if value is None else str(value)
 
 
 def labels(groups, names):
-    """[(setting, method, group)], a row each. names: {folder: [(setting, method), ...]}, else what differs among flags."""
+    """[(setting, method, group)], a row each. names: {folder: [(setting, method), ...]}, else what differs among flags; a
+    setting of None is what differs among flags too."""
     rows = []
     for group in groups:
         known = names.get(str(group.runs[0].path)) if names else None
-        if known:
+        if known and known[0][0] is not None:
             rows += [(*name, group) for name in known]
             continue
         differing = [k for k in SETTING if len({words(g.flags.get(k)) for g in groups}) > 1]
@@ -265,8 +267,9 @@ def labels(groups, names):
         same = [g for g in groups if g.runs[0].script == group.runs[0].script]
         own = [k for k in group.flags if k not in {*SETTING, *MACHINE, "seed"}
                and len({words(g.flags.get(k)) for g in same}) > 1]
-        rows.append((setting, " ".join([group.runs[0].script, *(f"{k}={words(group.flags[k])}" for k in own)]), group))
-    if names:  # drop what all settings say
+        plain = " ".join([group.runs[0].script, *(f"{k}={words(group.flags[k])}" for k in own)])
+        rows += [(setting, method, group) for _, method in known or [(None, plain)]]
+    if names and all(setting is not None for known in names.values() for setting, _ in known):  # drop what all settings say
         parts = [[part for word in setting.split(" ") for part in word.split(";")] for setting, _, _ in rows]
         common_ = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
         rows = [(" ".join(p for p in part if p not in common_), *row[1:]) for part, row in zip(parts, rows)]
@@ -332,13 +335,13 @@ def beside_published(groups, wanted=None):
     lines, tidy = [], []
     for (paper, dataset, model, setting, method, name, measured, value, std), where in merged.items():
         several = cells[next(k for k in cells if (k[0], *k[2:]) == (paper, dataset, model, setting, method))]
-        short = any(group.rounds < group.flags["rounds"] for group in several) or " of " in measured[2]
+        short = any(group.rounds < group.flags["rounds"] for group in several) or "of" in measured[2].split()[1:2]
         censored = value.endswith("+") or value == "NA" or measured[0] is None or short or name.startswith("delta")
         difference = "" if censored else f"{measured[0] - float(value):+.2f}"
         lines.append({"paper": f"{paper} {', '.join(where)}", "setting": f"{dataset} {model} {setting}", "method": method,
                       "figure": name, "n": measured[2], "measured": measured[1],
                       "published": value + (f" +- {std}" if std else ""), "difference": difference,
-                      "hardware": machine(several[0])})
+                      "hardware": machine(*several)})
         tidy.append({**lines[-1], "paper": paper, "table": ",".join(where), "measured": measured[0],
                      "published": value, "published_std": std})
     return tidy, lines
@@ -351,8 +354,8 @@ def measure(key, metric, several, groups, published):
         if any(m is None for m in each):
             return None, "-", several[0].count()
         if subsets > 1:  # Table 6 of FedMLB: mean over subsets of pathways, which is theirs once all are there
-            over = Mean.of([m.mean for m in each])
-            return over.mean, over.show(), (f"{over.n} of " if over.n < subsets else "") + f"{subsets} subsets"
+            over, seeds = Mean.of([m.mean for m in each]), ", ".join(sorted({g.count() for g in several}))
+            return over.mean, over.show(), (f"{over.n} of " if over.n < subsets else "") + f"{subsets} subsets of n = {seeds}"
         mean = None if each[0].missed else each[0].mean  # no mean of rounds of which some are censored
         return mean, shown(name, each[0], several[0]), several[0].count()
 
@@ -360,8 +363,8 @@ def measure(key, metric, several, groups, published):
     subsets = sum(key_of(cell) == key for cell in tables.all_cells()[key[:2]])
     if metric == "acc" and paper == "rFedAvg":
         mean, text, n = column("last five")
-        deviation = means(group)["their deviation"].mean
-        return [("mean of last five +- over rounds", (mean, f"{mean:.2f} +- {deviation:.2f}", n), None, None)]
+        text = text if mean is None else f"{mean:.2f} +- {means(group)['their deviation'].mean:.2f}"
+        return [("mean of last five +- over rounds", (mean, text, n), None, None)]
     if metric == "acc":
         return [("acc, last", column("last"), None, None), ("acc, best", column("best"), None, None)]
     if metric.startswith("acc@"):
@@ -421,9 +424,9 @@ def render(lines, markdown):
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in cells)
 
 
-def machine(group):
-    """Where a group was run, one word if all were alike."""
-    return " and ".join(sorted({run.hardware for run in group.runs}))
+def machine(*groups):
+    """Where groups were run, one word if all were alike."""
+    return " and ".join(sorted({run.hardware for group in groups for run in group.runs}))
 
 
 def comparable(a, b):
@@ -444,7 +447,7 @@ def table(groups, names=None, at=(), targets=()):
             line[column] = shown(column, found[column], group) if column in found else "-"
         for column in ("s/round", "MB/round"):
             plain = base and means(base)
-            if plain and found and (column == "MB/round" or comparable(base, group)):
+            if plain and plain[column].mean and (column == "MB/round" or comparable(base, group)):
                 line[column] += f" ({found[column].mean / plain[column].mean:.2f}x)"
         line["hardware"] = machine(group)
         lines.append(line)
@@ -472,24 +475,26 @@ def pooled(groups, flag, at, targets):
         line = {"method": script, f"number of {flag}": size, "n": f"{len(several)} rows of n = {seeds}"}
         for column in ["last", "best", "EMA", *(f"EMA@{r}" for r in at)]:
             line[column] = Mean.of([m[column].mean for m in each]).show()
-        lines.append(line)
+        lines.append({**line, "hardware": machine(*several)})
     return lines
 
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B"]  # told apart by all eyes
-QUANTITIES = ("accuracy", "ema", "train_loss", "test_loss")
+QUANTITIES = ("accuracy", "ema", "train_loss", "test_loss", "worst")
 AXES = {"rounds": "Communication rounds", "seconds": "Seconds", "bytes": "Communicated (GB)", "s/round": "Seconds a round",
         "MB/round": "Communicated a round (MB)", "accuracy": "Test accuracy (%)",
-        "ema": "Test accuracy, EMA (%)", "train_loss": "Training loss", "test_loss": "Test loss"}
+        "ema": "Test accuracy, EMA (%)", "train_loss": "Training loss", "test_loss": "Test loss",
+        "worst": "Worst client's accuracy (%)"}
+CURVES = ("rounds", "seconds", "bytes")
 
 
 def curve(group, x, y):
     """Points of a group's curve: x, mean and sample deviation over seeds of y, the last None for one seed."""
-    key = {"accuracy": "test_acc", "ema": "acc_ema"}.get(y, y)
+    key = {"accuracy": "test_acc", "ema": "acc_ema", "worst": "client_acc_worst"}.get(y, y)
     points, at, deviation = [], [], []
     for i in range(group.rounds):
         rows = [run.rows[i] for run in group.runs]
-        if any(row[key] is None for row in rows):
+        if any(row.get(key) is None for row in rows):
             continue
         seen = [run.rows[:i + 1] for run in group.runs]
         at.append({"rounds": i + 1,
@@ -528,7 +533,7 @@ def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss"))
     plt = pyplot()
     with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
                          "legend.frameon": False, "lines.linewidth": 1.3}):
-        draw = draw_curves if x in ("rounds", "seconds", "bytes") else draw_points
+        draw = draw_curves if x in CURVES else draw_points
         figure, bars = draw(plt, groups, names, x, list(quantities))
         handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
         counts, room = sorted({len(group.runs) for group in groups}), 16 * figure.get_figwidth()  # characters
@@ -552,6 +557,8 @@ def draw_curves(plt, groups, names, x, quantities):
     rows = labels(groups, names)
     if len({row[0] for row in rows}) == len(rows):  # nothing to compare within a setting: it tells the curves apart
         rows = [("", f"{method} {setting}".strip(), group) for setting, method, group in rows]
+    if x == "seconds" and len({machine(group) for group in groups}) > 1:
+        rows = [(setting, f"{method}, {machine(group)}", group) for setting, method, group in rows]
     settings, methods = list(dict.fromkeys(row[0] for row in rows)), list(dict.fromkeys(row[1] for row in rows))
     style = {m: {"color": COLOURS[i % len(COLOURS)], "linestyle": ["-", "--", ":", "-."][i // len(COLOURS) % 4]}
              for i, m in enumerate(methods)}
@@ -573,8 +580,7 @@ def draw_curves(plt, groups, names, x, quantities):
                 ax.fill_between(at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0)
         ax.grid(color="0.92")
         ax.set_axisbelow(True)
-        if x == "rounds":
-            ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.get_major_locator().set_params(integer=x == "rounds", nbins="auto" if x == "rounds" else 4)
         if (row + 1, column) not in at_place:
             ax.set_xlabel(AXES[x])
         if column == 0 or at_place[row, column - 1][1] != quantity:
@@ -589,26 +595,30 @@ EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run a
 
 def lines_over(groups, names, x):
     """What is drawn against x, a flag or a figure of a round: [(label, [(value, group), ...])]. A line holds the groups of a
-    method that differ in x alone (where x is a figure: in what moves it), in order of x. Groups left alone are one line, as
-    of epochs and rounds whose product is fixed. Without the flag, as fedavg.py without lam, the value is None: a level."""
-    free, lines, alone = EFFORT if "/" in x else {x}, {}, {}
+    method that differ in x alone, in order of x; where x is a figure, in their effort. Groups left alone are one line if they
+    differ in their effort besides, as of epochs and rounds whose product is fixed. A method without the flag, as fedavg.py
+    without lam, is a level: its value is x itself."""
+    def rest(group, without):
+        flags = {k: v for k, v in decisive(group.flags).items() if k not in without}
+        return json.dumps([flags, machine(group) if "/" in x else ""], sort_keys=True)
+
+    strict, lines = {}, {}
     for group in groups:
         known = (names or {}).get(str(group.runs[0].path), [("", group.runs[0].script)])
         for method in dict.fromkeys(method for _, method in known):
-            rest = {k: v for k, v in decisive(group.flags).items() if k not in free}
-            lines.setdefault((method, json.dumps(rest, sort_keys=True)), []).append(group)
-    for key in [key for key, line in lines.items() if len(line) == 1 and ("/" in x or x in line[0].flags)]:
-        alone.setdefault((key[0], "alone"), []).extend(lines.pop(key))
+            strict.setdefault((method, rest(group, EFFORT if "/" in x else {x})), []).append(group)
+    for (method, own), line in strict.items():
+        lines.setdefault((method, own if len(line) > 1 else rest(line[0], {x} | EFFORT)), []).extend(line)
     found = []
-    for (method, _), line in {**lines, **alone}.items():
-        rivals = [g for other, several in {**lines, **alone}.items() if other[0] == method for g in several]
-        label, telling = [method], {*line[0].flags} - {*free, "seed", "data_dir", *MACHINE} if len(rivals) > len(line) else ()
-        for k in filter(telling.__contains__, line[0].flags):
-            if len({words(g.flags.get(k)) for g in rivals}) > 1:
-                label.append(f"{k} {' '.join(dict.fromkeys(words(g.flags.get(k)) for g in line))}")
-        points = [(means(g)[x].mean if "/" in x else g.flags.get(x), g) for g in line]
-        level = "/" not in x and x not in line[0].flags
-        found.append((", ".join(label), points if level else sorted(points, key=lambda point: in_order(point[0]))))
+    for (method, _), line in lines.items():
+        rivals = [g for (other, _), several in lines.items() if other == method for g in several]
+        telling = [k for k in line[0].flags if k not in {x, "seed", "data_dir", *MACHINE, *(EFFORT if "/" in x else ())}
+                   and len({words(g.flags.get(k)) for g in rivals}) > 1]
+        said = [f"{k} {' '.join(dict.fromkeys(words(g.flags.get(k)) for g in line))}" for k in telling]
+        if "/" in x and len({machine(g) for g in rivals}) > 1:
+            said.insert(0, machine(line[0]))
+        points = [(means(g)[x].mean if "/" in x else g.flags.get(x, x), g) for g in line]
+        found.append((", ".join([method, *said[:3], *["..."] * (len(said) > 3)]), sorted(points, key=lambda p: in_order(p[0]))))
     return found
 
 
@@ -620,24 +630,29 @@ def in_order(value):
 
 def draw_points(plt, groups, names, x, quantities):
     lines = lines_over(groups, names, x)
-    values = [value for _, points in lines for value, _ in points if value is not None]
+    values = [value for _, points in lines for value, group in points if "/" in x or x in group.flags]
     numbers = all(type(v) in (int, float) for v in values)
     ticks = list(dict.fromkeys(v if numbers else words(v) for v in sorted(values, key=in_order)))
+    log = numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks)
+    # numbers that would lie on each other are set side by side
+    spaced = numbers and (log or "/" in x or all(b - a > 0.05 * (ticks[-1] - ticks[0]) for a, b in zip(ticks, ticks[1:])))
     figure, axes = panes(plt, 1, len(quantities))
     for ax, quantity in zip(axes[0], quantities):
         for i, (label, points) in enumerate(lines):
-            ends = [curve(group, "rounds", quantity) for _, group in points]
-            mean = [end[1][-1] for end in ends]
-            if x not in points[0][1].flags and "/" not in x:
-                ax.axhline(mean[0], label=label, color=COLOURS[i % len(COLOURS)], linestyle="--")
-                continue
-            at = [value if numbers else ticks.index(words(value)) for value, _ in points]
-            ax.errorbar(at, mean, [end[2][-1] if end[2] else 0 for end in ends], label=label, marker="o", markersize=3,
-                        capsize=2, color=COLOURS[i % len(COLOURS)], linestyle=["-", ":"][i // len(COLOURS) % 2])
-        if numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks):
+            ends = [(value, group, curve(group, "rounds", quantity)) for value, group in points]
+            ends = [(value, group, mean[-1], deviation[-1] if deviation else math.nan)
+                    for value, group, (_, mean, deviation) in ends if mean]  # what was not measured has none
+            style = {"label": label, "color": COLOURS[i % len(COLOURS)]}
+            if ends and "/" not in x and x not in ends[0][1].flags:
+                ax.axhline(ends[0][2], linestyle="--", **style)
+            elif ends:
+                at = [value if spaced else ticks.index(value if numbers else words(value)) for value, *_ in ends]
+                ax.errorbar(at, [end[2] for end in ends], [end[3] for end in ends], marker="o", markersize=3, capsize=2,
+                            linestyle=["-", ":"][i // len(COLOURS) % 2], **style)
+        if log:
             ax.set_xscale("log")
-        if "/" not in x and len(ticks) <= 12:
-            ax.set_xticks(ticks if numbers else range(len(ticks)), [f"{t:g}" if numbers else t for t in ticks])
+        if "/" not in x and (len(ticks) <= 12 or not spaced):
+            ax.set_xticks(ticks if spaced else range(len(ticks)), [f"{t:g}" if numbers else t for t in ticks])
             ax.minorticks_off()
         ax.grid(color="0.92")
         ax.set_axisbelow(True)
@@ -657,12 +672,12 @@ def add_flags(parser):
     parser.add_argument("--over", metavar="FLAG", help="a further table, averaged over a flag: pathways, for FedMLB's Table 6")
     parser.add_argument("--plot", metavar="FILE",
                         help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)")
-    parser.add_argument("--x", default="rounds", metavar="NAME",
-                        help="what is drawn against: rounds, seconds or bytes, as curves; or of the last round a flag (lam, "
-                             "clients), s/round or MB/round")
+    parser.add_argument("--x", metavar="NAME",
+                        help="what is drawn against: rounds (if not said), seconds or bytes, as curves; or of the last round a "
+                             "flag (lam, clients), s/round or MB/round")
     parser.add_argument("--y", type=_quantities, metavar="LIST",
-                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss; without it "
-                             "accuracy,train_loss, or accuracy against a flag")
+                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst (client's "
+                             "accuracy); if not said accuracy,train_loss, or accuracy against a flag")
 
 
 def _percents(text):
@@ -672,16 +687,18 @@ def _percents(text):
 def _quantities(text):
     names = text.split(",")
     if not set(names) <= {*QUANTITIES}:
-        raise argparse.ArgumentTypeError(f"takes a list of accuracy, ema, train_loss and test_loss, not {text[:40]!r}")
+        raise argparse.ArgumentTypeError(f"takes a list of accuracy, ema, train_loss, test_loss and worst, not {text[:40]!r}")
     return names
 
 
 def check_outputs(args):
     """UserError, before any work, for a --csv or --plot that could not be written, or would overwrite something."""
+    if args.csv and args.plot and pathlib.Path(args.csv).absolute() == pathlib.Path(args.plot).absolute():
+        raise common.UserError(f"argument --plot: {args.plot} is the file of --csv")
     for flag in ("csv", "plot"):
-        path = getattr(args, flag) and pathlib.Path(getattr(args, flag))
-        if not path:
+        if getattr(args, flag) is None:
             continue
+        path = pathlib.Path(getattr(args, flag))
         run = next((folder for folder in path.absolute().parents if (folder / "config.json").exists()), None)
         if path.exists():
             raise common.UserError(f"argument --{flag}: {path} exists already; name another file")
@@ -698,12 +715,14 @@ def check_outputs(args):
 
 
 def check_x(args, flags):
-    """UserError if --x is none of its names, nor a flag of any of the runs, whose flags are given. --x as it is in them."""
+    """UserError if --x is none of its names, nor a flag that decides any of the runs, whose flags are given. --x as it is in
+    them."""
+    args.x = args.x or "rounds"
     if args.x not in AXES or args.x in QUANTITIES:
         args.x = args.x.lstrip("-").replace("-", "_")
-        if not any(args.x in own for own in flags):
-            raise common.UserError(f"argument --x: {args.x} is no flag of these runs; it takes rounds, seconds, bytes, "
-                                   "s/round, MB/round or a flag")
+        if args.x in MACHINE | {"seed"} or not any(own.get(args.x) is not None for own in flags):
+            raise common.UserError(f"argument --x: {args.x} is no flag that decides these runs; it takes rounds, seconds, "
+                                   "bytes, s/round, MB/round or a flag")
 
 
 def report(folders, args, names=None, published=True, wanted=None):
@@ -721,9 +740,11 @@ def report(folders, args, names=None, published=True, wanted=None):
             damaged += 1
             warn(f"error: {e}")
     groups = grouped(runs, warn)
+    if not groups and damaged:
+        return damaged
     if not groups:
         raise common.UserError("no run with a finished round to compare")
-    at, targets, flag = args.at or [], args.target or [], args.over and args.over.replace("-", "_")
+    at, targets, flag = args.at or [], args.target or [], args.over and args.over.lstrip("-").replace("-", "_")
     check_x(args, [group.flags for group in groups])
     over = pooled(groups, flag, at, targets) if flag else []
     tidy, lines = table(groups, names, at, targets)
@@ -745,8 +766,12 @@ def report(folders, args, names=None, published=True, wanted=None):
         writer.writerows(tidy + beside)
         common._write(args.csv, text.getvalue().encode())
     if args.plot:
-        curves = args.x in ("rounds", "seconds", "bytes")
-        plot(groups, names, args.plot, args.x, args.y or (["accuracy", "train_loss"] if curves else ["accuracy"]))
+        curves = args.x in CURVES
+        whole = [group for group in groups if curves or group.rounds >= group.flags["rounds"]]
+        if len(whole) < len(groups):
+            warn(f"{len(groups) - len(whole)} of {len(groups)} rows are of runs that were cut, and are not drawn")
+        if whole:
+            plot(whole, names, args.plot, args.x, args.y or (["accuracy", "train_loss"] if curves else ["accuracy"]))
     return damaged
 
 
@@ -765,7 +790,9 @@ def into(path, make):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         damaged = make()
     if not damaged:
-        common._write(path, (before + begin + "\n" + text.getvalue() + "\n" + end + after).encode())
+        mode = path.stat().st_mode
+        common._write(path.resolve(), (before + begin + "\n" + text.getvalue() + "\n" + end + after).encode())
+        path.chmod(mode)
     return damaged
 
 

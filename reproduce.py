@@ -110,6 +110,12 @@ def sweeps(texts):
         if not eq or not all(flags) or not all(len(p) == len(flags) and all(p) for p in points):
             raise common.UserError(f"argument --sweep: takes FLAG=a,b,... or FLAG,FLAG=a,b/c,d/..., not {text!r}")
         axes.append([dict(zip(flags, point)) for point in points])
+    swept = [flag for axis in axes for flag in axis[0]]
+    for flag in swept:
+        if swept.count(flag) > 1:
+            raise common.UserError(f"argument --sweep: {flag} is swept twice")
+        if flag.replace("-", "_") in compare.MACHINE - {"data_dir"}:
+            raise common.UserError(f"argument --sweep: {flag} decides no result")
     return [{k: v for part in point for k, v in part.items()} for point in itertools.product(*axes)]
 
 
@@ -125,7 +131,7 @@ def with_seeds(args, todo):
 
 def table_jobs(args, cells):
     """({run folder: command} in the order of running, {run folder: [(setting, method) in this table, ...]})."""
-    todo, labels, left = {}, {}, []
+    todo, labels, folders, left = {}, {}, {}, []  # cells whose command is the same at small scale share a folder
     for cell in cells:
         if args.scale == "small" and cell.script in WITHOUT_BLOCKS:
             left.append(cell.method)
@@ -133,9 +139,13 @@ def table_jobs(args, cells):
         own = tables.home(cell)
         prefix = f"small-{args.dataset}-" if args.scale == "small" else ""
         place = f"{prefix}{own.paper.lower()}-{own.table.lower()}"
-        folder = pathlib.Path(args.runs, place, slug(f"{prefix}{own.label} {own.method}"))
-        todo[folder] = small(own, args.dataset) if args.scale == "small" else own.command
-        labels.setdefault(folder, []).append((cell.label, cell.method))
+        command = small(own, args.dataset) if args.scale == "small" else own.command
+        folder = folders.setdefault(command, pathlib.Path(args.runs, place, slug(f"{prefix}{own.label} {own.method}")))
+        todo[folder] = command
+        # at small scale the setting is another one than the cell's: the flags tell it
+        label = (None, f"{cell.method} (small)") if args.scale == "small" else (cell.label, cell.method)
+        if label not in labels.setdefault(folder, []):
+            labels[folder].append(label)
     if left:
         print(f"left out at small scale, for want of residual blocks in cnn: {', '.join(dict.fromkeys(left))}")
     names = {f"{folder}-seed{seed}": label for folder, label in labels.items() for seed in range(args.seeds)}
@@ -145,7 +155,7 @@ def table_jobs(args, cells):
 def sweep_jobs(args, extra):
     """{run folder: command} of a script and --sweep."""
     source = ROOT / args.paper
-    if not source.is_file() or "\ndef local_update(" not in source.read_text():
+    if source.name != args.paper or not source.is_file() or "\ndef local_update(" not in source.read_text():
         raise common.UserError(f"argument PAPER: {args.paper} is no method script here")
     if not args.sweep:
         raise common.UserError("argument --sweep: needed after a script")
@@ -154,9 +164,15 @@ def sweep_jobs(args, extra):
         flag = word.split("=")[0].replace("_", "-")
         if flag in OURS:
             raise common.UserError(f"argument {flag}: set by reproduce.py; see {OURS[flag]}")
-    folder = pathlib.Path(args.runs, slug(f"sweep {source.stem} {' '.join(points[0])}"))
-    return with_seeds(args, [(folder / slug(" ".join(f"{k}={v}" for k, v in point.items())),
-                              shlex.join([args.paper, *extra, *(f"--{k}={v}" for k, v in point.items())])) for point in points])
+    if args.data_dir and "data-dir" in points[0]:
+        raise common.UserError("argument --data-dir: is swept already")
+    folder, todo = pathlib.Path(args.runs, slug(f"sweep {source.stem} {' '.join(points[0])}")), {}
+    for point in points:
+        place = folder / slug(" ".join(f"{k}={v}" for k, v in point.items()))
+        if place in todo:
+            raise common.UserError(f"argument --sweep: two points would share the folder {place}")
+        todo[place] = shlex.join([args.paper, *extra, *(f"--{k}={v}" for k, v in point.items())])
+    return with_seeds(args, todo.items())
 
 
 def state_of(folder, command):
@@ -173,6 +189,9 @@ def state_of(folder, command):
     finished = len(run.rows) >= flags["rounds"] and ((folder / "model.pt").exists() or not (folder / "checkpoint.pt").exists())
     # what is measured or kept beside the result has to be there as well
     other += [k for k in ("client_test", *["save_clients"] * finished) if flags[k] and not run.flags.get(k)]
+    if not finished and len(run.rows) > run.flags.get("checkpoint_every", 1) and not (folder / "checkpoint.pt").exists():
+        raise common.UserError(f"{folder}: {len(run.rows)} of {flags['rounds']} rounds without a checkpoint cannot go on; move "
+                               "it away, or name other --runs")
     if other:
         name, had, want = other[0].replace("_", "-"), *(compare.words(f.get(other[0])) for f in (run.flags, flags))
         raise common.UserError(f"{folder}: holds a run with --{name} {had}, not {want}; move it away, or name other --runs")
@@ -266,7 +285,8 @@ def after(jobs, cells):
             methods = {(cell.dataset, cell.method): cell.command for cell in reversed(cells)}  # one setting a method is enough
             yield from (template.format(command=command) for command in reversed(methods.values()))
         elif template:
-            left = [shlex.quote(str(folder)) for folder in jobs if not (folder / "hessian.json").exists()]
+            left = [shlex.quote(str(folder)) for folder in jobs if not (folder / "hessian.json").exists()
+                    and ((folder / "model.pt").exists() or not (folder / "config.json").exists())]  # no mere record
             yield from [template.format(runs=" ".join(left))] if left else []
 
 
@@ -284,7 +304,7 @@ def main(argv=None):
         add("--only", metavar="NAME,...",
             help="these methods alone, by the table's name or by script, and these data sets: FedAvg,fedprox,MNIST")
         add("--scale", default="paper", choices=["paper", "small"], help="small: for two CPU cores")
-        add("--dataset", choices=["glyphs", "folder"], default="glyphs", help="data of --scale small")
+        add("--dataset", choices=["glyphs", "folder"], help="data of --scale small, glyphs if not said")
     add("--sweep", action="append", metavar="FLAG=VALUES", help="values of a flag of a script, see above")
     add("--dry-run", action="store_true", help="print the commands of what is not finished, and stop")
     add("--seeds", type=common.number(int, 1), default=1, help="seeds 0, 1, ... of each cell")
@@ -295,7 +315,7 @@ def main(argv=None):
     compare.add_flags(parser)
     args, extra = parser.parse_known_args(argv)
     try:
-        raise SystemExit(reproduce(args, extra, parser))
+        raise SystemExit(reproduce(args, extra))
     except (common.UserError, OSError) as e:
         parser.error(" ".join(str(e).split()))
     except KeyboardInterrupt:
@@ -303,17 +323,17 @@ def main(argv=None):
         raise SystemExit(130) from None
 
 
-def as_published(args, parser, cells):
+def as_published(args, cells):
     """args with what these cells' table or figure shows, unless asked otherwise, and drawn: the file of its own picture."""
     args, small_ = argparse.Namespace(**vars(args)), args.scale == "small"
     paper, table = cells[0].paper, cells[0].table
     shown = tables.FIGURES.get((paper, table), ("",) * 4)[3].split()
     flag = tables.POINTS.get((paper, table))
     if any(flag in tables.parsed(cell.command) for cell in cells):  # --only may leave none of them
-        shown = ["--x", flag]
+        shown = ["--x", "local_steps" if small_ and flag == "epochs" else flag]
     for flag, value in zip(shown[::2], shown[1::2]):
         name = flag.lstrip("-")
-        if getattr(args, name) == parser.get_default(name):
+        if getattr(args, name) is None:
             words = value.split(",")
             setattr(args, name, words if name == "y" else [float(word) for word in words] if name == "target" else value)
     args.drawn = None
@@ -338,10 +358,12 @@ def show(view, cells, jobs, names, all_there):
             print(f"--{flag} {getattr(view, flag)} waits until all runs are finished\n")
             setattr(view, flag, None)
     view.plot = getattr(view, "drawn", None) or view.plot
+    if not any(view.x in run.flags for run in map(compare.read_run, begun)) and view.x not in compare.AXES:
+        view.x = "rounds"  # its runs failed
     compare.report(begun, view, names, published=not cells or view.scale != "small", wanted=wanted)
 
 
-def reproduce(args, extra, parser):
+def reproduce(args, extra):
     """All of it; returns the exit code."""
     if args.paper.endswith(".py"):
         cells, small_ = [], False
@@ -352,7 +374,10 @@ def reproduce(args, extra, parser):
         if args.sweep:
             raise common.UserError("argument --sweep: takes a method script, not a paper's table")
         cells, small_ = cells_of(args.paper, args.table), args.scale == "small"
-        cells = only(cells, args.only) if args.only else cells
+        if args.dataset and not small_:
+            raise common.UserError("argument --dataset: of --scale small; a table has its own")
+        args.dataset = args.dataset or "glyphs"
+        cells = cells if args.only is None else only(cells, args.only)
         jobs, names = table_jobs(args, cells)
     # the parts of a figure, 9a to 9d, are shown each by itself
     apart = [list(part) for _, part in itertools.groupby(cells, lambda cell: cell.table.startswith("fig") and cell.table)]
@@ -360,7 +385,7 @@ def reproduce(args, extra, parser):
         if getattr(args, flag):
             raise common.UserError(f"argument --{flag}: {args.table} has {len(apart)} parts; name one of "
                                    f"{', '.join(part[0].table for part in apart)}")
-    views = [as_published(args, parser, part) for part in apart] or [args]
+    views = [as_published(args, part) for part in apart] or [args]
     compare.check_outputs(args)
     flags = [tables.parsed(command) for command in dict.fromkeys(jobs.values())]  # every line, before any long work
     for view in views:

@@ -318,6 +318,7 @@ def rfedavg():
             yield rfedavg_cell("fig8", method, "FEMNIST", f"cross-device;N={writers};E={epochs};SR={share};{cost} cost",
                                "--partition natural", writers, epochs, share)
     # Fig. 9, CIFAR-10 at 0%; open: the values on its axes, and that it starts from the cross-device setting
+    yield rfedavg_cell("fig9a", "FedAvg", "CIFAR-10", DEVICE, similarity(0))
     for lam in ("1e-7", "1e-6", "1e-5", "1e-4", "1e-3"):
         for method in ("rFedAvg", "rFedAvg+"):
             yield rfedavg_cell("fig9a", method, "CIFAR-10", f"{DEVICE};lambda={lam}", similarity(0), lam=lam)
@@ -367,7 +368,7 @@ FIGURES = {  # curves of cells that stand in tables: paper, figure -> tables, da
 }
 POINTS = {  # the flag that a figure with cells of its own is drawn against
     ("FedCKA", "fig5"): "layers", ("rFedAvg", "fig9a"): "lam", ("rFedAvg", "fig9b"): "clients", ("rFedAvg", "fig9c"): "epochs",
-    ("rFedAvg", "fig9d"): "sample", ("rFedAvg", "fig12"): "noise",
+    ("rFedAvg", "fig9d"): "sample",
 }
 AFTER = {  # what a table needs beside its runs
     ("FedAlign", "1"): "hessian_eval.py {runs} --diagonal tensor",  # the reading behind Table 1's magnitudes

@@ -39,6 +39,7 @@ def make_run(folder, command="fedavg.py --dataset glyphs --rounds 4", seed=0, ac
                      "seconds": {"train": t / 2, "evaluate": t / 2}, "bytes_down": 500 * t, "bytes_up": 500 * t,
                      **common.summary(seen), **more})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "checkpoint.pt").touch()
     if len(rows) >= flags["rounds"]:
         (folder / "model.pt").touch()
     return folder
@@ -363,7 +364,7 @@ def test_runs_that_are_not_the_cell_have_no_published_number(tmp_path, capsys):
     four = [c for c in CELLS["FedMLB", "6"] if c.setting.endswith("num_pathways=4")][:2]
     made = [make_run(tmp_path / f"m{i}", c.command, accuracies=[50.0] * 1000) for i, c in enumerate(four)]
     _, out, _ = run_compare(capsys, *made)
-    assert re.search(r"EMA at round 1000 +2 of 5 subsets +50\.00 \+- 0\.00 +53\.69 \+- 1\.43 +x86_64", out)
+    assert re.search(r"EMA at round 1000 +2 of 5 subsets of n = 1 +50\.00 \+- 0\.00 +53\.69 \+- 1\.43 +x86_64", out)
 
 
 def test_hessians_stand_beside_the_published_ones(tmp_path, capsys):
@@ -472,7 +473,7 @@ def test_each_paper_is_compared_by_its_own_figure(tmp_path, capsys):
         level = 50.0 + int(words_of(cell)["pathways"][-1])  # 54, 55, 55, 55, 55
         make_run(tmp_path / words_of(cell)["pathways"].replace(",", ""), cell.command, accuracies=[level] * 1000)
     _, out, _ = run_compare(capsys, *tmp_path.iterdir())
-    assert re.search(r"num_pathways=4 +FedMLB +EMA at round 1000 +5 subsets +54\.80 \+- 0\.45 +53\.69 \+- 1\.43 +\+1\.11", out)
+    assert re.search(r"num_pathways=4 +FedMLB +EMA at round 1000 +5 subsets of n = 1 +54\.80 \+- 0\.45 +53\.69 \+- 1\.43 +\+1\.11", out)
     first = CELLS["FedMLB", "1a"][0].command
     run = [make_run(tmp_path / "x" / "avg", first, accuracies=[40.0] * 400 + [60.0] * 600)]
     _, out, _ = run_compare(capsys, *run)
@@ -513,7 +514,7 @@ def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message
     assert code == 2 and message in err and err.count("\n") == 1 and str(bad) in err
     assert "fedavg" in out
     code, out, err = run_compare(capsys, bad)
-    assert code == 2 and "no run with a finished round" in err and not out
+    assert code == 2 and message in err and err.count("\n") == 1 and not out
 
 
 def test_curves_by_hand(tmp_path, capsys):
@@ -554,22 +555,29 @@ def groups_of(tmp_path, *commands):
 
 
 def test_lines_against_a_flag_by_hand(tmp_path):
-    """In order of the flag, a line for each value of the others; without the flag a level; those left alone one line."""
+    """In order of the flag, a line for each value of the others; without the flag a level; those left alone one line if they
+    differ in their rounds besides; seconds of other machines a line of their own."""
     def lines(x, *commands):
         groups = groups_of(tmp_path / str(len(list(tmp_path.iterdir()))), *commands)
         return [(label, [(value, groups.index(group) + 1) for value, group in line])
                 for label, line in compare.lines_over(groups, None, x)]
     mlb = "fedprox.py --dataset glyphs --epochs"
     assert lines("mu", "fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01") == \
-        [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [(None, 2)])]
+        [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [("mu", 2)])]
     assert lines("mu", "fedprox.py --mu 1", "fedprox.py --mu 1 --lr 0.1", "fedprox.py --mu 2", "fedprox.py --mu 2 --lr 0.1") == \
         [("fedprox, lr 0.01", [(1.0, 1), (2.0, 3)]), ("fedprox, lr 0.1", [(1.0, 2), (2.0, 4)])]
-    assert lines("epochs", f"{mlb} 5", f"{mlb} 1", f"{mlb} 2 --lr 0.1", f"{mlb} 4 --lr 0.2") == \
-        [("fedprox, lr 0.01", [(1, 2), (5, 1)]), ("fedprox, lr 0.1 0.2", [(2, 3), (4, 4)])]
+    assert lines("epochs", f"{mlb} 5", f"{mlb} 1", f"{mlb} 2 --batch-size 8", f"{mlb} 4 --batch-size 4", f"{mlb} 3 --lr 0.5") == \
+        [("fedprox, batch_size 64, lr 0.01", [(1, 2), (5, 1)]), ("fedprox, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
+         ("fedprox, batch_size 64, lr 0.5", [(3, 5)])]
     assert lines("pathways", *(f"fedmlb.py --pathways {p}" for p in ("2,3", "1", "1,2,3"))) == \
         [("fedmlb", [([1], 2), ([2, 3], 1), ([1, 2, 3], 3)])]
     assert lines("s/round", f"{mlb} 5", f"{mlb} 1", f"{mlb} 2 --clients 8") == \
         [("fedprox, clients 16", [(1, 1), (1, 2)]), ("fedprox, clients 8", [(1, 3)])]
+    groups = groups_of(tmp_path / "machines", f"{mlb} 5", f"{mlb} 1")
+    for run in groups[1].runs:
+        run.hardware = "NVIDIA H200"
+    assert [(label, len(line)) for label, line in compare.lines_over(groups, None, "s/round")] == \
+        [("fedprox, x86_64, 2 cores", 1), ("fedprox, NVIDIA H200", 1)]
 
 
 def test_pictures_against_a_flag(tmp_path, capsys, monkeypatch):
@@ -585,8 +593,41 @@ def test_pictures_against_a_flag(tmp_path, capsys, monkeypatch):
     level, = (h for h in ax.get_lines() if h.get_label() == "fedavg")
     assert list(level.get_ydata()) == [32, 32] and ax.get_xlabel() == "--lam" and ax.get_ylabel() == "Test accuracy (%)"
     code, out, err = run_compare(capsys, *folders, "--plot", tmp_path / "y.png", "--x", "layers")
-    assert code == 2 and "argument --x: layers is no flag of these runs" in err and err.count("\n") == 1
+    assert code == 2 and "argument --x: layers is no flag that decides these runs" in err and err.count("\n") == 1
     assert not (tmp_path / "y.png").exists()
+    for name in ("seed", "workers", "split-file"):  # no setting, and one that no run has a value of
+        assert "argument --x" in run_compare(capsys, *folders, "--plot", tmp_path / "y.png", "--x", name)[2]
+    # words, of which a missing one is a value too; numbers too close to tell apart lie side by side
+    groups = groups_of(tmp_path / "p", "fedmlb.py --pathways 1,2", "fedmlb.py")
+    run_compare(capsys, *(run.path for group in groups for run in group.runs), "--plot", tmp_path / "p.png", "--x", "pathways")
+    assert [t.get_text() for t in drawn[-1].axes[0].get_xticklabels()] == ["1,2", "default"]
+    groups = groups_of(tmp_path / "q", *(f"fedprox.py --mu {mu}" for mu in (0, 1, 50)))
+    run_compare(capsys, *(run.path for group in groups for run in group.runs), "--plot", tmp_path / "q.png", "--x", "mu")
+    assert [t.get_text() for t in drawn[-1].axes[0].get_xticklabels()] == ["0", "1", "50"]
+    assert drawn[-1].axes[0].containers[0].lines[0].get_xdata().tolist() == [0, 1, 2]
+
+
+def test_runs_that_were_cut_are_no_points(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / str(mu), f"fedprox.py --mu {mu} --rounds 4", accuracies=accuracies)
+            for mu, accuracies in ((1, [1.0, 2.0]), (2, [1.0, 2.0, 3.0, 4.0]))]
+    code, _, err = run_compare(capsys, *runs, "--x", "mu", "--plot", tmp_path / "x.png")
+    assert code == 0 and "1 of 2 rows are of runs that were cut, and are not drawn" in err and (tmp_path / "x.png").exists()
+    code, _, err = run_compare(capsys, runs[0], "--x", "mu", "--plot", tmp_path / "y.png")
+    assert code == 0 and "1 of 1 rows" in err and not (tmp_path / "y.png").exists()
+
+
+@pytest.mark.parametrize("command", [CELLS["rFedAvg", "I"][0].command, CELLS["FedAlign", "5"][0].command, CELLS["FedCKA", "4"][0].command,
+                                     CELLS["FedMLB", "6"][0].command])
+def test_runs_without_an_evaluation_yet(tmp_path, capsys, command):
+    """--eval-every leaves rows without accuracy: they have seconds and bytes, and no accuracy anywhere."""
+    run = make_run(tmp_path / "run", command, accuracies=[None, None])
+    flags = ["--at", "500", "--target", "40", "--csv", tmp_path / "x.csv", "--over", "lr"]
+    code, out, err = run_compare(capsys, run, *flags)
+    assert code == 0 and not err and "1 at 2/" in out and re.search(r" 1\.50 \(1\.00x\)| 1\.50 ", out)
+    pytest.importorskip("matplotlib")
+    for x in ("rounds", "lr", "s/round"):
+        assert run_compare(capsys, run, "--plot", tmp_path / f"{x[0]}.png", "--x", x)[0] == 0
 
 
 def test_tables_go_into_a_file(tmp_path, capsys):
@@ -601,6 +642,10 @@ def test_tables_go_into_a_file(tmp_path, capsys):
     assert run_compare(capsys, run, "--into", page) == (0, "", "")
     _, tables_, _ = run_compare(capsys, run, "--markdown")
     assert page.read_text() == f"before\n{compare.MARKS[0]}\n{tables_}\n{compare.MARKS[1]}after\n"
+    page.chmod(0o755)
+    (tmp_path / "link.md").symlink_to(page)
+    assert run_compare(capsys, run, "--into", tmp_path / "link.md")[0] == 0
+    assert (tmp_path / "link.md").is_symlink() and page.stat().st_mode & 0o777 == 0o755
     (tmp_path / "bad").mkdir()
     assert run_compare(capsys, run, tmp_path / "bad", "--into", page)[0] == 2 and tables_ in page.read_text()
 
@@ -659,10 +704,28 @@ def test_small_scale_is_a_smaller_line(capsys, tmp_path):
     assert (flags["clients"], flags["rounds"], flags["local_steps"]) == (8, 10, 20)
     assert (flags["mu"], flags["lr"], flags["clip"], flags["alpha"]) == (0.45, 0.01, 10, 0.5) and not flags["save_clients"]
     assert "small-glyphs-fedalign-5/small-" in lines[-1]
+    for table, distinct in (("9", 4), ("4", 6)):  # of five networks and four settings, and of no two alike
+        _, out, _ = run_reproduce(capsys, "fedmlb", table, "--dry-run", "--scale", "small", "--runs", tmp_path)
+        assert sum(line.startswith("python") for line in out.splitlines()) == distinct
     silo = next(c for c in CELLS["rFedAvg", "I"] if c.setting.endswith("nonIID"))
     line = reproduce.small(silo, "folder")
     assert "--vectors" not in line and "--users" not in line and "--dataset folder --model cnn" in line.replace("  ", " ")
     assert "--clients 10 " in line and "--rounds 2 " in line and "--local-steps 5" in line
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--sweep", "lr=1,2", "--sweep", "lr=3"], "lr is swept twice"), (["--sweep", "workers=1,2"], "decides no result"),
+    (["--sweep", "vectors=w_1,w-1"], "share the folder"), (["--sweep", "data-dir=a,b", "--data-dir", "c"], "is swept already")])
+def test_sweeps_that_cannot_be_told_apart(capsys, tmp_path, words, message):
+    code, out, err = run_reproduce(capsys, "fedavg.py", *shlex.split(GLYPHS), *words, "--runs", tmp_path, "--dry-run")
+    assert code == 2 and message in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("words, message", [(["fedalign", "5", "--only", ""], "argument --only"), (["fedalign", "5", "--dataset", "folder"], "--dataset"),
+                                            (["./fedavg.py", "1"], "PAPER"), (["./fedavg.py", "--sweep", "lr=1"], "")])
+def test_what_would_be_ignored_is_refused(capsys, tmp_path, words, message):
+    code, out, err = run_reproduce(capsys, *words, "--runs", tmp_path, "--dry-run")
+    assert code == 2 and message in err and err.count("\n") == 1 and not out
 
 
 def test_only_takes_the_table_s_names_first():
@@ -779,9 +842,11 @@ def test_a_run_with_other_flags_is_not_finished(tmp_path, capsys):
         assert run_reproduce(capsys, *sweep, "--lr", "0.03", *more)[:2] == (0, "")
     assert run_reproduce(capsys, *sweep, "--lr", "0.03", "--rounds", "9")[1].endswith("--resume\n")
     (folder / "model.pt").unlink()
-    assert run_reproduce(capsys, *sweep, "--lr", "0.03")[1] == ""  # a record, of which nothing else was kept
-    (folder / "checkpoint.pt").touch()
     assert run_reproduce(capsys, *sweep, "--lr", "0.03")[1].endswith("--resume\n")
+    (folder / "checkpoint.pt").unlink()
+    assert run_reproduce(capsys, *sweep, "--lr", "0.03")[1] == ""  # a record, of which nothing else was kept
+    code, out, err = run_reproduce(capsys, *sweep, "--lr", "0.03", "--rounds", "9")
+    assert code == 2 and "4 of 9 rounds without a checkpoint" in err and err.count("\n") == 1
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('"fedavg"', '"moon"'))
     assert "a run of moon.py, not fedavg.py" in run_reproduce(capsys, *sweep, "--lr", "0.03")[2]
 
@@ -811,6 +876,27 @@ def test_only_takes_data_sets():
     assert {(c.method, c.dataset) for c in reproduce.only(cells, "fedavg,MNIST,rfedavg+")} == \
         {("FedAvg", "MNIST"), ("rFedAvg+", "MNIST")}
     assert {c.dataset for c in reproduce.only(cells, "cifar10")} == {"CIFAR-10"} and len(reproduce.only(cells, "cifar10")) == 18
+
+
+def test_small_rows_say_what_was_run(tmp_path, capsys, monkeypatch):
+    """At small scale method and setting are not the paper's: the flags that differ, and the word small, also in the CSV."""
+    def call(line, deadline=None):
+        words = [word for word in line if word != "--resume"]
+        folder = pathlib.Path(words[words.index("--out") + 1])
+        command = shlex.join(words[:words.index("--out")])
+        make_run(folder, command, accuracies=[9.0] * tables.parsed(command)["rounds"])
+        return 0, ""
+    monkeypatch.setattr(reproduce, "call", call)
+    argv = ["rfedavg", "I", "--scale", "small", "--only", "FedAvg,rFedAvg+", "--runs", tmp_path]
+    code, out, _ = run_reproduce(capsys, *argv, "--csv", tmp_path / "x.csv")
+    assert code == 0 and "rFedAvg+ (small)" in out and "N=20" not in out and "MNIST" not in out.split("runs finished")[1]
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    assert rows and all("(small)" in row["method"] and "N=20" not in row["setting"] for row in rows)
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(compare, "plot", lambda groups, names, path, x, y: drawn.append((x, len(groups))))
+    run_reproduce(capsys, "rfedavg", "fig9c", "--scale", "small", "--runs", tmp_path)
+    assert drawn == [("local_steps", 21)]
 
 
 def test_outputs_are_checked_before_any_run(tmp_path, capsys, monkeypatch):
