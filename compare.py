@@ -676,8 +676,8 @@ def add_flags(parser):
                         help="what is drawn against: rounds (if not said), seconds or bytes, as curves; or of the last round a "
                              "flag (lam, clients), s/round or MB/round")
     parser.add_argument("--y", type=_quantities, metavar="LIST",
-                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst (client's "
-                             "accuracy); if not said accuracy,train_loss, or accuracy against a flag")
+                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst "
+                             "(client's accuracy); if not said accuracy,train_loss, or accuracy against a flag")
 
 
 def _percents(text):

@@ -327,10 +327,11 @@ def as_published(args, cells):
     """args with what these cells' table or figure shows, unless asked otherwise, and drawn: the file of its own picture."""
     args, small_ = argparse.Namespace(**vars(args)), args.scale == "small"
     paper, table = cells[0].paper, cells[0].table
-    shown = tables.FIGURES.get((paper, table), ("",) * 4)[3].split()
-    flag = tables.POINTS.get((paper, table))
-    if any(flag in tables.parsed(cell.command) for cell in cells):  # --only may leave none of them
-        shown = ["--x", "local_steps" if small_ and flag == "epochs" else flag]
+    shown = tables.DRAWN.get((paper, table), tables.FIGURES.get((paper, table), ("",) * 4)[3])
+    shown = shown.replace("--x epochs", "--x local_steps" if small_ else "--x epochs").split()
+    known = set().union(compare.AXES, *(tables.parsed(cell.command) for cell in cells))
+    if "--x" in shown and shown[shown.index("--x") + 1] not in known:  # --only may leave none that has the flag
+        shown = []
     for flag, value in zip(shown[::2], shown[1::2]):
         name = flag.lstrip("-")
         if getattr(args, name) is None:

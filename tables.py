@@ -366,9 +366,9 @@ FIGURES = {  # curves of cells that stand in tables: paper, figure -> tables, da
     ("rFedAvg", "fig10"): ("II", "MNIST|CIFAR-10", "sim=0%|sim=10%", "--y accuracy --x seconds --target 40,50,60,80,90,95",
                            "FedAvg|rFedAvg|rFedAvg+"),
 }
-POINTS = {  # the flag that a figure with cells of its own is drawn against
-    ("FedCKA", "fig5"): "layers", ("rFedAvg", "fig9a"): "lam", ("rFedAvg", "fig9b"): "clients", ("rFedAvg", "fig9c"): "epochs",
-    ("rFedAvg", "fig9d"): "sample",
+DRAWN = {  # what is drawn of figures with cells of their own
+    ("FedCKA", "fig5"): "--x layers", ("rFedAvg", "fig9a"): "--x lam", ("rFedAvg", "fig9b"): "--x clients",
+    ("rFedAvg", "fig9c"): "--x epochs", ("rFedAvg", "fig9d"): "--x sample", ("rFedAvg", "fig11"): "--y accuracy,worst",
 }
 AFTER = {  # what a table needs beside its runs
     ("FedAlign", "1"): "hessian_eval.py {runs} --diagonal tensor",  # the reading behind Table 1's magnitudes
