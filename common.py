@@ -2036,10 +2036,9 @@ class Run:
         """Make the folder, and write down all that the run depends on."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock()
-        gpu = torch.cuda.get_device_name(self.args.device) if self.args.device != "cpu" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         self.config = {"script": self.script, "flags": vars(self.args), "workers": workers, "threads": threads,
-                       "device": gpu or f"{platform.machine()}, {CORES} cores", "versions": versions, "commit": _commit()}
+                       "device": hardware(self.args.device), "versions": versions, "commit": _commit()}
         self.write_config()
 
     def _lock(self):
@@ -2126,6 +2125,15 @@ class Run:
         self.config = config
         config["flags"]["rounds"] = self.args.rounds
         self.write_config()
+
+
+def hardware(device):
+    """What a device is called: the GPU, or the processor and how many of its cores are used."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    return f"{found[1] if found else platform.machine()}, {CORES} cores"
 
 
 def _commit():

@@ -70,9 +70,9 @@ def main(argv=None):
     plain, fast = (statistics.median(column) for column in zip(*figures))
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{plain:11,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
-    machine = torch.cuda.get_device_name(args.device) if args.device != "cpu" else f"{common.CORES} cores"
-    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": machine, "torch": torch.__version__,
-                      "commit": common._commit(), "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
+    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": common.hardware(args.device),
+                      "torch": torch.__version__, "commit": common._commit(),
+                      "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
 
 
 if __name__ == "__main__":
