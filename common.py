@@ -32,6 +32,7 @@ import pathlib
 import platform
 import queue
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -1805,6 +1806,20 @@ def _load(net, weights):
         torch._foreach_copy_(list(names.values()), [weights[k] for k in names])
 
 
+@contextlib.contextmanager
+def _uninterrupted():
+    """Ctrl-C is ignored meanwhile."""
+    try:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # in a thread, which gets no signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 class Pool:
     """Workers, and how they share the machine: threads on the CPU; on a GPU one thread that feeds their streams in turn."""
 
@@ -1828,8 +1843,10 @@ class Pool:
         return count, max(1, CORES // count) if args.device == "cpu" else CORES
 
     def close(self):
+        self.stopping = True
         if self.threads:
-            self.threads.shutdown(cancel_futures=True)
+            with _uninterrupted():  # else a second Ctrl-C would leave threads running at the exit, which then aborts
+                self.threads.shutdown(cancel_futures=True)
         torch.set_num_threads(CORES)
 
     def map(self, f, items):
@@ -1843,7 +1860,7 @@ class Pool:
         return self._threaded(rounds) if self.threads else self._interleaved(rounds)
 
     def _threaded(self, rounds):
-        free, stopping = queue.SimpleQueue(), False
+        free, self.stopping = queue.SimpleQueue(), False
         for worker in self.workers:
             free.put(worker)
 
@@ -1851,7 +1868,7 @@ class Pool:
             worker = free.get()
             batches = round_(worker)
             try:
-                while not stopping:
+                while not self.stopping:
                     next(batches)
             except StopIteration as stop:
                 return stop.value
@@ -1861,7 +1878,7 @@ class Pool:
         try:
             yield from self.threads.map(drain, rounds)
         finally:  # an interrupt or an error: the others need not finish their clients
-            stopping = True
+            self.stopping = True
 
     def _interleaved(self, rounds):
         waiting, running, done, due = deque(enumerate(rounds)), [], {}, 0
@@ -2017,7 +2034,7 @@ class Run:
     def __init__(self, out, script, args):
         self.out, self.script, self.args = pathlib.Path(out), script, args
         self.rows, self.changed, self.versions = [], set(), {}
-        self.clock = time.perf_counter()  # when the last round was evaluated
+        self.clock = None  # when the last round was evaluated, or the first one began
         self.lock = None
 
     def check(self):
@@ -2190,6 +2207,8 @@ def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size
             raise
         message, code = f"the memory is full; {memory_advice}", 2
     except KeyboardInterrupt:
+        with contextlib.suppress(ValueError):  # in a thread there is no handler; the exit is not to be interrupted either
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         started = args and args.out and pathlib.Path(args.out, "config.json").exists()
         message, code = "interrupted" + (f"; continue with --out {args.out} --resume" if started else ""), 130
     print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
@@ -2251,6 +2270,7 @@ def _train(args, folder_, local_update, aggregate, after_round, adapt):
     say(f"{args.out}: {len(parts)} clients of {sizes[0]} to {sizes[-1]} samples, {sampled} a round; "
         f"{sum(p.numel() for p in net.parameters()):,} parameters; {workers or 'auto'} worker(s) on {args.device}")
     bar = tqdm(total=args.rounds * sampled, initial=server["round"] * sampled, unit="client", disable=args.quiet or None)
+    folder_.clock = time.perf_counter()
     with contextlib.closing(pool), bar:
         while server["round"] < args.rounds:
             server["round"] += 1

@@ -755,7 +755,9 @@ def report(folders, args, names=None, published=True, wanted=None):
     commits = sorted({run.commit[:7] + "+" * run.commit.endswith("+") for run in used})
     versions = f"torch {', '.join(sorted({run.torch for run in used}))}, commit {', '.join(commits)}"
     parts = [title + render(rows, args.markdown) + "\n" for title, rows in parts if rows]
-    parts.append(f"\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1; {versions}.\n")
+    five = any(line["figure"].startswith("mean of last five") for line in besides)
+    parts.append("\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1"
+                 + "; with the mean of last five their population standard deviation" * five + f"; {versions}.\n")
     print("".join(parts), end="")
     if args.csv:
         columns = ["setting", "method", "figure", "n", "measured", "std", "rounds", "not reached", "hardware", "paper", "table",

@@ -61,6 +61,9 @@ class Counter(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count:
             macs = count(*args, **(kwargs or {}), out_val=out) / 2
+            if func._overloadpacket is torch.ops.aten.convolution_backward:  # whose formula in torch leaves out the groups
+                gradient, _, weight, *_, wanted = args
+                macs = gradient.numel() * weight[0].numel() * sum(wanted[:2])
             if self.tracker.is_bw:
                 self.macs["backward"] += macs
             elif self.layers:
@@ -264,9 +267,11 @@ def show(result):
     macs, parameters = result["macs_per_sample"], result["parameters"]
     print(f"{result['script']}.py, {result['model']}, {result['dataset']}, batches of {result['batch_size']}")
     for name, text in (("forward", "convolutions and linear layers"),
-                       ("expected", "the same, blocks that are skipped by their probability"),
+                       ("expected", "forward, each block by its probability to run (StochDepth)"),
                        ("products", "other matrix products, forward"), ("backward", "backward"),
                        ("round", "once a round, outside steps")):
+        if name == "expected" and macs["expected"] == macs["forward"]:
+            continue
         print(f"  {macs[name] / 1e6:10.2f} M MACs ({2 * macs[name] / 1e6:10.2f} MFLOPs) a sample: {text}")
     print(f"  {parameters['papers'] / 1e6:10.2f} M parameters as the papers count them, {parameters['full']:,} numbers in "
           f"full; {parameters['kept']:,} kept by a client between rounds")

@@ -442,6 +442,10 @@ def warn(path, result):
         if not value["converged"]:
             tqdm.write(f"{path}: eigenvalue {i} has not converged after {value['iterations']} iterations "
                        f"(residual {value['residual']:.2g}); raise --max-iterations")
+    noise = result.get("clients", {}).get("noise", [0])
+    if max(noise) > 0.5:
+        tqdm.write(f"{path}: up to {max(noise):.0%} of a client's diagonal is noise of the probes, and H_N and H_D are of it; "
+                   "raise --probes")
     if len(found) < wanted:
         tqdm.write(f"{path}: eigenvalues {len(found)} to {wanted - 1} are missing; raise --max-iterations to --top at least")
 
@@ -492,8 +496,12 @@ def main(argv=None):
         results = check(args)
         for path, result in results.items():
             if result is None:
-                with tqdm(unit="batch", disable=None) as bar:
-                    results[path], arrays, pictures = analyse(path, args, bar)
+                try:
+                    with tqdm(unit="batch", disable=None) as bar:
+                        results[path], arrays, pictures = analyse(path, args, bar)
+                except KeyboardInterrupt:
+                    tqdm.write("runs analysed so far keep their results; the same command goes on")
+                    raise
                 analysis.keep_analysis(path, args.name, results[path], arrays, pictures)
             else:
                 tqdm.write(f"{path}: already analysed with these settings, in {args.name}.json")

@@ -194,6 +194,15 @@ def macs(script, *argv, model="resnet56"):
     return result["macs_per_sample"], result["parameters"], result["bytes"]
 
 
+def test_backward_of_grouped_convolutions():
+    """Twice the forward pass, once where the input takes no gradient: 4 -> 6 channels in 2 groups, 3x3, on 5x5: 2,700 MACs."""
+    conv = torch.nn.Conv2d(4, 6, 3, padding=1, groups=2)
+    for x, backward in ((torch.randn(1, 4, 5, 5), 2700), (torch.randn(1, 4, 5, 5, requires_grad=True), 5400)):
+        with cost.Counter({}) as counter:
+            conv(x).sum().backward()
+        assert counter.macs["forward"] == 2700 and counter.macs["backward"] == backward
+
+
 @pytest.mark.parametrize("script, forward, expected, parameters", [
     ("fedavg", 87_237_632, 87_237_632, 605_460), ("fedprox", 87_237_632, 87_237_632, 2 * 605_460),
     # the paper's 3 x 87,368,704 counts the classifiers of the frozen networks, which do not run

@@ -305,3 +305,18 @@ def test_script_help_and_interrupt(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and len(err.splitlines()) == 1 and f"--out {out} --resume" in err
+
+
+def test_a_second_interrupt_changes_nothing(tmp_path):
+    """Ctrl-C twice, as timeout sends it to a process and its group: threads that still ran would abort the exit."""
+    for i in (1, 3):
+        out = tmp_path / str(i)
+        process = subprocess.Popen([sys.executable, "fedavg.py", *TINY, "--rounds", "500", "--workers", "2", "--batch-size", "8", "--out", str(out)],
+                                   cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        while not (out / "metrics.jsonl").exists() and process.poll() is None:
+            time.sleep(0.02)
+        for pause in (0.03 * i, 0.003 * i):
+            time.sleep(pause)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and len(err.splitlines()) == 1 and f"--out {out} --resume" in err
