@@ -148,7 +148,7 @@ def keep_analysis(path, name, result, arrays={}, pictures={}):
     if arrays:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
-        common._write(path / f"{name}.npz", buffer.getbuffer())
+        common._write(path / f"{name}.npz", buffer.getvalue())
     common._write(path / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode())  # before anything that may fail
     try:
         if pictures:
@@ -163,4 +163,4 @@ def keep_analysis(path, name, result, arrays={}, pictures={}):
             figure, buffer = draw(pyplot), io.BytesIO()
             figure.savefig(buffer, format="pdf", bbox_inches="tight")
             pyplot.close(figure)
-        common._write(path / f"{name}-{key}.pdf", buffer.getbuffer())
+        common._write(path / f"{name}-{key}.pdf", buffer.getvalue())

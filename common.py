@@ -1164,7 +1164,7 @@ def _plot_labels(counts, path):
     axes.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, label="training samples")
     figure.savefig(picture, format=pathlib.Path(path).suffix[1:], dpi=150)
-    _write(path, picture.getbuffer())
+    _write(path, picture.getvalue())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2001,7 +2001,8 @@ def save(tree, path):
     """torch.save, atomically, of a nest of tensors and plain values; strides are kept, since sums depend on them."""
     buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
     torch.save(tree_map(lambda t: t.detach().cpu(), tree), buffer)
-    _write(path, buffer.getbuffer())
+    with buffer.getbuffer() as content:  # an error's traceback must not keep it: some Pythons then crash at the exit
+        _write(path, content)
 
 
 def load(path, what="checkpoint"):
