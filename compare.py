@@ -79,6 +79,8 @@ def decisive(flags):
     found["vectors"] = flags.get("vectors") and pathlib.Path(flags["vectors"]).name
     if flags["dataset"] == "folder":
         found["data_dir"] = flags.get("data_dir")
+    if flags.get("local_steps"):
+        found["epochs"] = None
     return found
 
 
@@ -92,6 +94,7 @@ def read_run(path):
         script, flags = config["script"], config["flags"]
         right = type(script) is str and type(flags["dataset"]) is str and all(type(flags[k]) is int for k in ("rounds", "seed"))
         decisive(flags)
+        flags["epochs"] = None if flags.get("local_steps") else flags.get("epochs")
         machine = [str(config.get("device")), str((config.get("versions") or {}).get("torch")), config.get("commit")]
         right = right and flags["rounds"] > 0 and type(config.get("workers")) in (int, type(None))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -263,7 +266,7 @@ def labels(groups, names):
         differing = [k for k in SETTING if len({words(g.flags.get(k)) for g in groups}) > 1]
         if group.flags["dataset"] != "folder":
             differing = [k for k in differing if k != "data_dir"]
-        setting = ", ".join(f"{k} {words(group.flags.get(k))}" for k in differing)
+        setting = ", ".join(f"{k} {words(group.flags[k])}" for k in differing if group.flags.get(k) is not None)
         same = [g for g in groups if g.runs[0].script == group.runs[0].script]
         own = [k for k in group.flags if k not in {*SETTING, *MACHINE, "seed"}
                and len({words(g.flags.get(k)) for g in same}) > 1]
@@ -808,8 +811,8 @@ def main(argv=None):
     try:
         check_outputs(args)
         if args.into:
-            args.markdown = True
-            damaged = into(args.into, lambda: report(args.runs, args))
+            args.markdown, runs = True, sorted(map(pathlib.Path, args.runs))  # in one order, whatever the shell's
+            damaged = into(args.into, lambda: report(runs, args))
         else:
             damaged = report(args.runs, args)
         raise SystemExit(2 if damaged else 0)
