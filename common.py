@@ -35,6 +35,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -1807,17 +1808,16 @@ def _load(net, weights):
 
 
 @contextlib.contextmanager
-def _uninterrupted():
-    """Ctrl-C is ignored meanwhile."""
-    try:
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # in a thread, which gets no signals
+def _on_interrupt(handler):
+    """Ctrl-C calls handler meanwhile."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
 
 
 class Pool:
@@ -1826,6 +1826,7 @@ class Pool:
     def __init__(self, build, device, count, threads):
         """build() makes a worker; count: workers, 0 for as many as the GPU's memory allows; threads: of each on the CPU."""
         self.build, self.device, self.grow = build, device, count == 0
+        self.stopping, self.interrupted = False, None  # when Ctrl-C came
         self.workers = [build() for _ in range(max(1, count))]
         torch.set_num_threads(threads)
         several = device.type == "cpu" and count > 1
@@ -1845,9 +1846,19 @@ class Pool:
     def close(self):
         self.stopping = True
         if self.threads:
-            with _uninterrupted():  # else a second Ctrl-C would leave threads running at the exit, which then aborts
-                self.threads.shutdown(cancel_futures=True)
+            self.threads.shutdown(cancel_futures=True)
         torch.set_num_threads(CORES)
+
+    def interrupt(self, *_):
+        """Handler of Ctrl-C: training ends behind the batches under way. An exception anywhere in between could leave a lock
+        taken that a thread waits for, and threads running at the exit, which then aborts. After five seconds, anywhere."""
+        if self.interrupted and time.perf_counter() - self.interrupted > 5:
+            raise KeyboardInterrupt
+        self.interrupted = self.interrupted or time.perf_counter()
+
+    def check_interrupt(self):
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def map(self, f, items):
         """f over items, in order, on the worker threads where there are several."""
@@ -1869,6 +1880,7 @@ class Pool:
             batches = round_(worker)
             try:
                 while not self.stopping:
+                    self.check_interrupt()
                     next(batches)
             except StopIteration as stop:
                 return stop.value
@@ -1887,6 +1899,7 @@ class Pool:
             while free and waiting:
                 (i, round_), worker = waiting.popleft(), free.pop(0)
                 running.append((i, worker, round_(worker)))
+            self.check_interrupt()
             for item in list(running):
                 i, worker, batches = item
                 try:
@@ -2208,8 +2221,9 @@ def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size
             raise
         message, code = f"the memory is full; {memory_advice}", 2
     except KeyboardInterrupt:
-        with contextlib.suppress(ValueError):  # in a thread there is no handler; the exit is not to be interrupted either
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not hasattr(sys, "ps1"):  # a second one is not to interrupt the exit; a notebook goes on and keeps its Ctrl-C
+            with contextlib.suppress(ValueError):  # in a thread, which gets no signals
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         started = args and args.out and pathlib.Path(args.out, "config.json").exists()
         message, code = "interrupted" + (f"; continue with --out {args.out} --resume" if started else ""), 130
     print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
@@ -2272,8 +2286,9 @@ def _train(args, folder_, local_update, aggregate, after_round, adapt):
         f"{sum(p.numel() for p in net.parameters()):,} parameters; {workers or 'auto'} worker(s) on {args.device}")
     bar = tqdm(total=args.rounds * sampled, initial=server["round"] * sampled, unit="client", disable=args.quiet or None)
     folder_.clock = time.perf_counter()
-    with contextlib.closing(pool), bar:
+    with _on_interrupt(pool.interrupt), contextlib.closing(pool), bar:
         while server["round"] < args.rounds:
+            pool.check_interrupt()
             server["round"] += 1
             row = _round(args, net, data, parts, tests, server, states, pool,
                          local_update, aggregate, after_round, folder_, bar)

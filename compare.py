@@ -9,8 +9,8 @@ Runs that differ in nothing but the seed (and in the machine's flags) are one ro
     worst client accuracy of the worst client in the last round, where it was measured (--client-test; its n, if fewer)
     s/round      median seconds of a round, aggregation and evaluation included; MB/round: sent and received by all clients;
                  (x) both relative to fedavg.py with the same data, network and federation, seconds where the machine,
-                 --workers, --precision and --graph are the same too; delta bytes: of rFedAvg's deltas, down and up, a client
-                 and round
+                 --workers, --precision, --graph and --eval-every are the same too; delta bytes: of rFedAvg's deltas, down and
+                 up, a client and round
 a +- b: mean and sample standard deviation (n - 1) over the seeds. A last table sets the published numbers beside runs whose
 flags are those of a paper's cell (published.csv, tables.py), with lambda_max, H_T, H_N and H_D where hessian_eval.py has been
 there. A mean over cells that are not all there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
@@ -636,7 +636,7 @@ def draw_points(plt, groups, names, x, quantities):
     values = [value for _, points in lines for value, group in points if "/" in x or x in group.flags]
     numbers = all(type(v) in (int, float) for v in values)
     ticks = list(dict.fromkeys(v if numbers else words(v) for v in sorted(values, key=in_order)))
-    log = numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks)
+    log = bool(ticks) and numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks)
     # numbers that would lie on each other are set side by side
     spaced = numbers and (log or "/" in x or all(b - a > 0.05 * (ticks[-1] - ticks[0]) for a, b in zip(ticks, ticks[1:])))
     figure, axes = panes(plt, 1, len(quantities))
@@ -775,8 +775,12 @@ def report(folders, args, names=None, published=True, wanted=None):
         whole = [group for group in groups if curves or group.rounds >= group.flags["rounds"]]
         if len(whole) < len(groups):
             warn(f"{len(groups) - len(whole)} of {len(groups)} rows are of runs that were cut, and are not drawn")
-        if whole:
-            plot(whole, names, args.plot, args.x, args.y or (["accuracy", "train_loss"] if curves else ["accuracy"]))
+        asked = args.y or (["accuracy", "train_loss"] if curves else ["accuracy"])
+        drawn = [quantity for quantity in asked if any(curve(group, "rounds", quantity)[1] for group in whole)]
+        if whole and len(drawn) < len(asked):
+            warn(f"{', '.join(q for q in asked if q not in drawn)}: not measured in these runs, and not drawn")
+        if drawn:
+            plot(whole, names, args.plot, args.x, drawn)
     return damaged
 
 

@@ -40,14 +40,33 @@ def bare(args, data, samples):
     return samples / (time.perf_counter() - start)
 
 
+def random_images(args):
+    """Random CIFAR-10-shaped images, --samples of them to train on."""
+    shape = (3, args.image_size or 32, args.image_size or 32)
+    draw = torch.Generator().manual_seed(args.seed)
+    x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)
+    y = torch.randint(0, 10, (args.samples + 100,), generator=draw)
+    return common.Data(x[:-100], y[:-100], x[-100:], y[-100:], 10)
+
+
 def federated(args, data):
     """(samples/s, samples of a round) of the second of two rounds of fedavg.py; the time is training and aggregation."""
     common.load_data = lambda _: data
     with tempfile.TemporaryDirectory() as out:
-        args.rounds, args.out, args.quiet = 2, f"{out}/run", True
+        args.rounds, args.out, args.quiet, args.eval_every = 2, f"{out}/run", True, 2
         _, rows = common.run(args, fedavg.local_update)
     seconds = rows[-1]["seconds"]
     return rows[-1]["samples"] / (seconds["train"] + seconds["aggregate"]), rows[-1]["samples"]
+
+
+def summarise(args, name, figures, **more):
+    """Print the medians of (samples/s of the baseline called name, of fedavg.py) and of their ratio, then all of it as JSON."""
+    plain, fast = (statistics.median(column) for column in zip(*figures))
+    ratio = statistics.median(b / a for a, b in figures)
+    print(f"{plain:12,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
+    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": common.hardware(args.device),
+                      "torch": torch.__version__, "commit": common._commit(), **more,
+                      name: plain, "fedavg": fast, "ratio": ratio}))
 
 
 def main(argv=None):
@@ -56,24 +75,15 @@ def main(argv=None):
     parser.add_argument("--repeats", type=common.number(int, 1), default=5, help="times that each loop is measured")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none")
     args = parser.parse_args(argv)
-    shape = (3, args.image_size or 32, args.image_size or 32)
-    draw = torch.Generator().manual_seed(args.seed)
-    x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)
-    y = torch.randint(0, 10, (args.samples + 100,), generator=draw)
-    data = common.Data(x[:-100], y[:-100], x[-100:], y[-100:], 10)
-    figures = []
-    print("  bare loop  fedavg.py   samples/s")
+    data, figures = random_images(args), []
+    print("   bare loop  fedavg.py   samples/s")
     for _ in range(args.repeats):
         fast, samples = federated(args, data)
         figures.append((bare(args, data, samples), fast))
-        print("{:11,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
-    plain, fast = (statistics.median(column) for column in zip(*figures))
-    ratio = statistics.median(b / a for a, b in figures)
-    print(f"{plain:11,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
-    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": common.hardware(args.device),
-                      "torch": torch.__version__, "commit": common._commit(),
-                      "bare_loop": plain, "fedavg": fast, "ratio": ratio}))
+        print("{:12,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
+    summarise(args, "bare_loop", figures)
 
 
 if __name__ == "__main__":
-    main()
+    with common.one_line_errors("bare_loop"):
+        main()

@@ -8,11 +8,9 @@ conventional loop it is one for each number of loading processes, of which the f
     python benchmarks/conventional.py --model resnet56 --device cuda --loaders 0,4,8
 """
 import copy
-import json
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 
 import torch
@@ -21,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
-import fedavg  # noqa: E402
+import bare_loop  # noqa: E402
 
 
 class Images(Dataset):
@@ -87,15 +85,6 @@ def conventional(args, data, loaders):
     return samples / (time.perf_counter() - start)
 
 
-def federated(args, data):
-    """Samples/s of the second of two rounds of fedavg.py."""
-    common.load_data = lambda _: data
-    with tempfile.TemporaryDirectory() as out:
-        args.rounds, args.out, args.quiet, args.eval_every = 2, f"{out}/run", True, 2
-        _, rows = common.run(args, fedavg.local_update)
-    return rows[-1]["samples"] / (rows[-1]["seconds"]["train"] + rows[-1]["seconds"]["aggregate"])
-
-
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--samples", type=common.number(int, 100), default=20_000, help="training images of all clients")
@@ -108,25 +97,16 @@ def main(argv=None):
     for flag in ("precision", "clip", "optimizer", "local_steps", "drop_last", "weighting", "server", "persist_opt"):
         if getattr(args, flag) != getattr(plain, flag):
             parser.error(f"argument --{flag.replace('_', '-')}: not in the conventional loop")
-    shape = (3, args.image_size or 32, args.image_size or 32)
-    draw = torch.Generator().manual_seed(args.seed)
-    x = torch.randint(0, 256, (args.samples + 100, *shape), dtype=torch.uint8, generator=draw)
-    y = torch.randint(0, 10, (args.samples + 100,), generator=draw)
-    data, figures = common.Data(x[:-100], y[:-100], x[-100:], y[-100:], 10), []
-    best = []
+    data, figures, best = bare_loop.random_images(args), [], []
     print("conventional  fedavg.py   samples/s")
     for _ in range(args.repeats):
         tried = {loaders: conventional(args, data, loaders) for loaders in args.loaders}
         best.append(max(tried, key=tried.get))
-        figures.append((tried[best[-1]], federated(args, data)))
+        figures.append((tried[best[-1]], bare_loop.federated(args, data)[0]))
         print("{:12,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
-    plain, fast = (statistics.median(column) for column in zip(*figures))
-    ratio = statistics.median(b / a for a, b in figures)
-    print(f"{plain:12,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
-    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": common.hardware(args.device),
-                      "torch": torch.__version__, "commit": common._commit(), "loaders": statistics.mode(best),
-                      "conventional": plain, "fedavg": fast, "ratio": ratio}))
+    bare_loop.summarise(args, "conventional", figures, loaders=statistics.mode(best))
 
 
 if __name__ == "__main__":
-    main()
+    with common.one_line_errors("conventional"):
+        main()

@@ -97,4 +97,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("throughput.py: error: interrupted", file=sys.stderr)
+        sys.exit(130)

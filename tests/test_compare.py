@@ -615,6 +615,13 @@ def test_runs_that_were_cut_are_no_points(tmp_path, capsys):
     assert code == 0 and "1 of 2 rows are of runs that were cut, and are not drawn" in err and (tmp_path / "x.png").exists()
     code, _, err = run_compare(capsys, runs[0], "--x", "mu", "--plot", tmp_path / "y.png")
     assert code == 0 and "1 of 1 rows" in err and not (tmp_path / "y.png").exists()
+    # a level alone, since all that have the flag were cut; and what no run has measured
+    runs = [runs[0], make_run(tmp_path / "level", accuracies=[1.0, 2.0, 3.0, 4.0])]
+    code, _, err = run_compare(capsys, *runs, "--x", "mu", "--plot", tmp_path / "z.png")
+    assert code == 0 and "1 of 2 rows" in err and (tmp_path / "z.png").exists()
+    for y, there in (("worst", False), ("worst,ema", True)):
+        code, _, err = run_compare(capsys, *runs, "--x", "mu", "--y", y, "--plot", tmp_path / "w.png")
+        assert code == 0 and "worst: not measured in these runs" in err and (tmp_path / "w.png").exists() == there
 
 
 @pytest.mark.parametrize("command", [CELLS["rFedAvg", "I"][0].command, CELLS["FedAlign", "5"][0].command, CELLS["FedCKA", "4"][0].command,

@@ -308,7 +308,8 @@ def test_script_help_and_interrupt(tmp_path):
 
 
 def test_a_second_interrupt_changes_nothing(tmp_path):
-    """Ctrl-C twice, as timeout sends it to a process and its group: threads that still ran would abort the exit."""
+    """Ctrl-C twice, as timeout sends it to a process and its group: threads that still ran would abort the exit, and one that
+    waits for a lock would never end."""
     for i in (1, 3):
         out = tmp_path / str(i)
         process = subprocess.Popen([sys.executable, "fedavg.py", *TINY, "--rounds", "500", "--workers", "2", "--batch-size", "8", "--out", str(out)],
