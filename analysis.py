@@ -1,6 +1,7 @@
 """What the analyses of finished runs share (hessian_eval.py, similarity.py, features.py; cost.py takes method_call): opening a
 run folder, calling a method's script without training, and keeping results beside the run.
 """
+
 import argparse
 import contextlib
 import dataclasses
@@ -26,14 +27,20 @@ def machine(args):
 def name(text):
     """An argparse type: the name of an analysis, which is no path."""
     if not text or "/" in text or "\\" in text:
-        raise argparse.ArgumentTypeError(f"takes a name without slashes, for files in the run folder, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"takes a name without slashes, for files in the run folder, not {text!r}"
+        )
     return text
 
 
 def add_machine(parser):
     """The flags of every analysis of a run."""
-    parser.add_argument("--device", type=common._device, default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the data are, if they have moved since the run")
+    parser.add_argument(
+        "--device", type=common._device, default="auto", help="auto, cpu, cuda or cuda:N"
+    )
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="where the data are, if they have moved since the run"
+    )
 
 
 def method_call(script, argv=(), flags={}):
@@ -47,15 +54,24 @@ def method_call(script, argv=(), flags={}):
         raise common.UserError(f"{script}.py: not the script of a method")
 
     def note(args, local_update, aggregate=common.average, after_round=None, adapt=None):
-        calls.append(types.SimpleNamespace(args=args, local_update=local_update, aggregate=aggregate,
-                                           after_round=after_round, adapt=adapt))
+        calls.append(
+            types.SimpleNamespace(
+                args=args,
+                local_update=local_update,
+                aggregate=aggregate,
+                after_round=after_round,
+                adapt=adapt,
+            )
+        )
 
     train, common.run, common.Parser.preset = common.run, note, flags
     try:
         with contextlib.redirect_stderr(message):
             module.main(list(argv))
     except SystemExit:
-        raise common.UserError(f"{script}.py: {message.getvalue().partition('error: ')[2]}") from None
+        raise common.UserError(
+            f"{script}.py: {message.getvalue().partition('error: ')[2]}"
+        ) from None
     finally:
         common.run, common.Parser.preset = train, {}
     if not calls:
@@ -66,6 +82,7 @@ def method_call(script, argv=(), flags={}):
 @dataclasses.dataclass
 class Finished:
     """A finished run, opened for analysis. net: the global network with the weights of model.pt, in eval mode."""
+
     path: pathlib.Path
     script: str
     args: argparse.Namespace
@@ -78,9 +95,12 @@ class Finished:
         """The network of client k at the end of the last round. UserError if the run has not kept it."""
         path = self.path / "clients" / f"{k}.pt"
         if not path.exists():
-            raise common.UserError(f"{path}: missing; the client models of the last round are kept by runs with --save-clients"
-                                   if k in self.clients else f"{path}: client {k} was not in the last round, which had "
-                                   f"{', '.join(map(str, self.clients))}")
+            raise common.UserError(
+                f"{path}: missing; the client models of the last round are kept by runs with --save-clients"
+                if k in self.clients
+                else f"{path}: client {k} was not in the last round, which had "
+                f"{', '.join(map(str, self.clients))}"
+            )
         return self.net_of(path)
 
     @property
@@ -93,10 +113,16 @@ class Finished:
         net = common._copied(self.net)
         try:
             net.load_state_dict(common.load(path, "model"))
-        except (RuntimeError, TypeError, AttributeError) as e:  # another network's, or another data set's
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+        ) as e:  # another network's, or another data set's
             what = " ".join(str(e).split())
-            raise common.UserError(f"{path}: not the weights of this run's network, {self.args.model} with "
-                                   f"{self.data.classes} classes ({what[:200]}{'...' * (len(what) > 200)})") from None
+            raise common.UserError(
+                f"{path}: not the weights of this run's network, {self.args.model} with "
+                f"{self.data.classes} classes ({what[:200]}{'...' * (len(what) > 200)})"
+            ) from None
         if not all(v.isfinite().all() for v in net.state_dict().values() if v.is_floating_point()):
             raise common.UserError(f"{path}: holds NaN or infinity")
         return net
@@ -109,16 +135,23 @@ def open_run(path, argv=()):
     path = pathlib.Path(path)
     config = common.read_config(path, "")
     if not (path / "model.pt").exists():
-        raise common.UserError(f"{path / 'model.pt'}: missing; the run has not finished (--out {path} --resume continues it)")
+        raise common.UserError(
+            f"{path / 'model.pt'}: missing; the run has not finished (--out {path} --resume continues it)"
+        )
     try:
-        call = method_call(config["script"], [*argv, "--precision=fp32"],
-                           {k: v for k, v in config["flags"].items() if k != "device"})
+        call = method_call(
+            config["script"],
+            [*argv, "--precision=fp32"],
+            {k: v for k, v in config["flags"].items() if k != "device"},
+        )
     except common.UserError as e:
         raise common.UserError(f"{path / 'config.json'}: {e}") from None
     try:
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         right = all(type(k) is int for k in rows[-1]["clients"])
-        if not right or not all(isinstance(rows[-1][k], (int, float)) for k in ("round", "test_acc", "best_acc")):
+        if not right or not all(
+            isinstance(rows[-1][k], (int, float)) for k in ("round", "test_acc", "best_acc")
+        ):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         raise common.UserError(f"{path / 'metrics.jsonl'}: missing or damaged") from None
@@ -138,7 +171,9 @@ def check_new(path, name, pictures=()):
     """UserError if the run folder path has a file of an analysis of that name. pictures: the keys of those it may draw."""
     for file in (f"{name}.json", f"{name}.npz", *(f"{name}-{key}.pdf" for key in pictures)):
         if (pathlib.Path(path) / file).exists():
-            raise common.UserError(f"{pathlib.Path(path) / file}: exists already; give this analysis another --name")
+            raise common.UserError(
+                f"{pathlib.Path(path) / file}: exists already; give this analysis another --name"
+            )
 
 
 def keep_analysis(path, name, result, arrays={}, pictures={}):
@@ -149,17 +184,22 @@ def keep_analysis(path, name, result, arrays={}, pictures={}):
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
         common._write(path / f"{name}.npz", buffer.getvalue())
-    common._write(path / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode())  # before anything that may fail
+    common._write(
+        path / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode()
+    )  # before anything that may fail
     try:
         if pictures:
             import matplotlib
+
             matplotlib.use("Agg")
             from matplotlib import pyplot
     except ImportError:
         tqdm.write(f"{path}: no pictures, which need matplotlib (pip install matplotlib)")
         pictures = {}
     for key, draw in pictures.items():
-        with pyplot.rc_context({"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}):  # fonts that journals take
+        with pyplot.rc_context(
+            {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}
+        ):  # fonts that journals take
             figure, buffer = draw(pyplot), io.BytesIO()
             figure.savefig(buffer, format="pdf", bbox_inches="tight")
             pyplot.close(figure)

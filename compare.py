@@ -19,6 +19,7 @@ FedAvg's, FedCKA's by the time in training.
 
     python compare.py runs/fedalign-1/* runs/fedalign-5/*
 """
+
 import argparse
 import collections
 import contextlib
@@ -36,16 +37,39 @@ import common
 import tables
 
 # Flags that may differ among the runs of a row, since they do not decide the result, or only to rounding.
-MACHINE = common.FREE_ON_RESUME - {"rounds"} | {"device", "workers", "graph", "deterministic", "client_test"}
+MACHINE = common.FREE_ON_RESUME - {"rounds"} | {
+    "device",
+    "workers",
+    "graph",
+    "deterministic",
+    "client_test",
+}
 # Flags that make the setting; what else differs between rows names the method.
-SETTING = ("dataset", "data_dir", "image_size", "partition", "alpha", "similarity", "split_file", "data_seed", "users", "model",
-           "clients", "sample", "rounds", "epochs", "local_steps", "batch_size")
+SETTING = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "partition",
+    "alpha",
+    "similarity",
+    "split_file",
+    "data_seed",
+    "users",
+    "model",
+    "clients",
+    "sample",
+    "rounds",
+    "epochs",
+    "local_steps",
+    "batch_size",
+)
 PUBLISHED = pathlib.Path(__file__).with_name("published.csv")
 
 
 @dataclasses.dataclass
 class Run:
     """A run folder, from its config.json and metrics.jsonl alone."""
+
     path: pathlib.Path
     script: str
     flags: dict
@@ -67,7 +91,11 @@ class Run:
     @property
     def speed(self):
         """What two runs share whose seconds compare."""
-        return self.hardware, self.workers, *(self.flags.get(k) for k in ("precision", "graph", "eval_every"))
+        return (
+            self.hardware,
+            self.workers,
+            *(self.flags.get(k) for k in ("precision", "graph", "eval_every")),
+        )
 
 
 def decisive(flags):
@@ -92,10 +120,18 @@ def read_run(path):
     try:
         config = json.loads((path / "config.json").read_text())
         script, flags = config["script"], config["flags"]
-        right = type(script) is str and type(flags["dataset"]) is str and all(type(flags[k]) is int for k in ("rounds", "seed"))
+        right = (
+            type(script) is str
+            and type(flags["dataset"]) is str
+            and all(type(flags[k]) is int for k in ("rounds", "seed"))
+        )
         decisive(flags)
         flags["epochs"] = None if flags.get("local_steps") else flags.get("epochs")
-        machine = [str(config.get("device")), str((config.get("versions") or {}).get("torch")), config.get("commit")]
+        machine = [
+            str(config.get("device")),
+            str((config.get("versions") or {}).get("torch")),
+            config.get("commit"),
+        ]
         right = right and flags["rounds"] > 0 and type(config.get("workers")) in (int, type(None))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         right = False
@@ -109,10 +145,19 @@ def read_run(path):
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            numbers = [*row["seconds"].values(), *(row[k] for k in ("bytes_down", "bytes_up", "train_loss")),
-                       row.get("bytes_delta", 0)]
-            perhaps = [row[k] for k in ("test_acc", "test_loss", "acc_ema")] + [row.get("client_acc_worst")]
-            whole = row["round"] == number and len(row["clients"]) > 0 and all(type(v) in (int, float) for v in numbers)
+            numbers = [
+                *row["seconds"].values(),
+                *(row[k] for k in ("bytes_down", "bytes_up", "train_loss")),
+                row.get("bytes_delta", 0),
+            ]
+            perhaps = [row[k] for k in ("test_acc", "test_loss", "acc_ema")] + [
+                row.get("client_acc_worst")
+            ]
+            whole = (
+                row["round"] == number
+                and len(row["clients"]) > 0
+                and all(type(v) in (int, float) for v in numbers)
+            )
             whole = whole and all(v is None or type(v) in (int, float) for v in perhaps)
             whole = whole and (row["test_acc"] is None or row["acc_ema"] is not None)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -120,13 +165,25 @@ def read_run(path):
         if whole:
             rows.append(row)
         elif number < len(lines) or line.endswith(b"\n"):
-            raise common.UserError(f"{metrics}: line {number} is damaged; it should be the row of round {number}")
-    return Run(path, script, flags, rows, machine[0], machine[1], machine[2] or "unknown", config.get("workers"))
+            raise common.UserError(
+                f"{metrics}: line {number} is damaged; it should be the row of round {number}"
+            )
+    return Run(
+        path,
+        script,
+        flags,
+        rows,
+        machine[0],
+        machine[1],
+        machine[2] or "unknown",
+        config.get("workers"),
+    )
 
 
 @dataclasses.dataclass
 class Group:
     """The runs of one row, and how many of their rounds count."""
+
     runs: list  # finished ones, or if there are none all that have a round
     others: list  # cut or still going, beside finished ones
     rounds: int
@@ -157,11 +214,15 @@ def grouped(runs, warn):
         seeds = {}
         for run in same:
             known = seeds.setdefault(run.flags["seed"], run)
-            if known is not run:  # twice the same run is no second sample; the one of which more was measured stays
+            if (
+                known is not run
+            ):  # twice the same run is no second sample; the one of which more was measured stays
                 more = measured(run) > measured(known)
                 kept, left = (run, known) if more else (known, run)
                 seeds[run.flags["seed"]] = kept
-                warn(f"{left.path}: left out, since it is the run of {kept.path} again (seed {run.flags['seed']})")
+                warn(
+                    f"{left.path}: left out, since it is the run of {kept.path} again (seed {run.flags['seed']})"
+                )
         for run in seeds.values():
             if not run.rows:
                 warn(f"{run.path}: left out, since it has no finished round yet")
@@ -169,7 +230,13 @@ def grouped(runs, warn):
         done = [run for run in begun if run.finished]
         if begun:
             chosen = done or begun
-            groups.append(Group(chosen, [run for run in begun if run not in chosen], min(len(run.rows) for run in chosen)))
+            groups.append(
+                Group(
+                    chosen,
+                    [run for run in begun if run not in chosen],
+                    min(len(run.rows) for run in chosen),
+                )
+            )
     return groups
 
 
@@ -177,19 +244,28 @@ def grouped(runs, warn):
 # Figures of a run, and their mean over seeds
 # ----------------------------------------------------------------------------------------------------------------------
 
+
 def figures(run, rounds, at=(), targets=()):
     """The figures of a run after so many rounds, {column: number or None}."""
     rows = run.rows[:rounds]
     tested = [row for row in rows if row["test_acc"] is not None]
     accuracies, last = [row["test_acc"] for row in tested], tested[-1] if tested else {}
     five = accuracies[-5:]
-    found = {"last": last.get("test_acc"), "best": max(accuracies, default=None), "EMA": last.get("acc_ema"),
-             "last five": statistics.fmean(five) if five else None,
-             "their deviation": statistics.pstdev(five) if five else None}
+    found = {
+        "last": last.get("test_acc"),
+        "best": max(accuracies, default=None),
+        "EMA": last.get("acc_ema"),
+        "last five": statistics.fmean(five) if five else None,
+        "their deviation": statistics.pstdev(five) if five else None,
+    }
     for round_ in at:
-        found[f"EMA@{round_}"] = next((row["acc_ema"] for row in tested if row["round"] == round_), None)
+        found[f"EMA@{round_}"] = next(
+            (row["acc_ema"] for row in tested if row["round"] == round_), None
+        )
     for target in targets:
-        found[f"to {target:g}%"] = next((row["round"] for row in tested if row["acc_ema"] >= target), None)
+        found[f"to {target:g}%"] = next(
+            (row["round"] for row in tested if row["acc_ema"] >= target), None
+        )
     if last.get("client_acc_worst") is not None:
         found["worst client"] = last["client_acc_worst"]
     found["s/round"] = statistics.median(sum(row["seconds"].values()) for row in rows)
@@ -203,6 +279,7 @@ def figures(run, rounds, at=(), targets=()):
 @dataclasses.dataclass
 class Mean:
     """Mean and sample standard deviation (None for n = 1) of n numbers; missed: how many more had none."""
+
     mean: float
     std: float
     n: int
@@ -219,13 +296,18 @@ class Mean:
     def show(self, digits=2):
         if self.mean is None:
             return "-"
-        return f"{self.mean:,.{digits}f}" + (f" +- {self.std:,.{digits}f}" if self.std is not None else "")
+        return f"{self.mean:,.{digits}f}" + (
+            f" +- {self.std:,.{digits}f}" if self.std is not None else ""
+        )
 
 
 def means(group, at=(), targets=()):
     """{column: Mean over the group's runs}."""
     each = [figures(run, group.rounds, at, targets) for run in group.runs]
-    return {name: Mean.of([found.get(name) for found in each]) for name in dict.fromkeys(itertools.chain(*each))}
+    return {
+        name: Mean.of([found.get(name) for found in each])
+        for name in dict.fromkeys(itertools.chain(*each))
+    }
 
 
 def shown(name, found, group):
@@ -233,7 +315,11 @@ def shown(name, found, group):
     if name.startswith("to "):  # censored: not within the run's rounds
         limit = f"{group.rounds}+"
         if found.missed:
-            return limit if not found.n else f"{limit} ({found.n} of {found.n + found.missed}: {found.show(0)})"
+            return (
+                limit
+                if not found.n
+                else f"{limit} ({found.n} of {found.n + found.missed}: {found.show(0)})"
+            )
         return found.show(0)
     if name == "worst client" and found.missed:  # measured in some of the runs alone
         return f"{found.show()} (n = {found.n})"
@@ -243,15 +329,30 @@ def shown(name, found, group):
 
 def baseline(group, groups):
     """fedavg.py's group in the same setting, the one with most flags in common; None without one."""
+
     def alike(a, b, names):
         return sum(a.get(k) == b.get(k) for k in names)
-    fits = [g for g in groups if g.runs[0].script == "fedavg" and g.flags.get("server") == "avg"
-            and all(g.flags.get(k) == group.flags.get(k) for k in SETTING if k not in ("rounds", "data_dir"))]
+
+    fits = [
+        g
+        for g in groups
+        if g.runs[0].script == "fedavg"
+        and g.flags.get("server") == "avg"
+        and all(
+            g.flags.get(k) == group.flags.get(k) for k in SETTING if k not in ("rounds", "data_dir")
+        )
+    ]
     return max(fits, key=lambda g: alike(g.flags, group.flags, g.flags), default=None)
 
 
 def words(value):
-    return ",".join(map(str, value)) if isinstance(value, list) else "default" if value is None else str(value)
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, list)
+        else "default"
+        if value is None
+        else str(value)
+    )
 
 
 def labels(groups, names):
@@ -266,16 +367,30 @@ def labels(groups, names):
         differing = [k for k in SETTING if len({words(g.flags.get(k)) for g in groups}) > 1]
         if group.flags["dataset"] != "folder":
             differing = [k for k in differing if k != "data_dir"]
-        setting = ", ".join(f"{k} {words(group.flags[k])}" for k in differing if group.flags.get(k) is not None)
+        setting = ", ".join(
+            f"{k} {words(group.flags[k])}" for k in differing if group.flags.get(k) is not None
+        )
         same = [g for g in groups if g.runs[0].script == group.runs[0].script]
-        own = [k for k in group.flags if k not in {*SETTING, *MACHINE, "seed"}
-               and len({words(g.flags.get(k)) for g in same}) > 1]
+        own = [
+            k
+            for k in group.flags
+            if k not in {*SETTING, *MACHINE, "seed"}
+            and len({words(g.flags.get(k)) for g in same}) > 1
+        ]
         plain = " ".join([group.runs[0].script, *(f"{k}={words(group.flags[k])}" for k in own)])
         rows += [(setting, method, group) for _, method in known or [(None, plain)]]
-    if names and all(setting is not None for known in names.values() for setting, _ in known):  # drop what all settings say
-        parts = [[part for word in setting.split(" ") for part in word.split(";")] for setting, _, _ in rows]
+    if names and all(
+        setting is not None for known in names.values() for setting, _ in known
+    ):  # drop what all settings say
+        parts = [
+            [part for word in setting.split(" ") for part in word.split(";")]
+            for setting, _, _ in rows
+        ]
         common_ = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-        rows = [(" ".join(p for p in part if p not in common_), *row[1:]) for part, row in zip(parts, rows)]
+        rows = [
+            (" ".join(p for p in part if p not in common_), *row[1:])
+            for part, row in zip(parts, rows)
+        ]
     return rows
 
 
@@ -283,10 +398,13 @@ def labels(groups, names):
 # Published numbers
 # ----------------------------------------------------------------------------------------------------------------------
 
+
 def read_published():
     """{(paper, table, dataset, model, setting, method): {metric: (value, std)}} of published.csv, both as printed."""
     rows = {}
-    for row in csv.DictReader(line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")):
+    for row in csv.DictReader(
+        line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")
+    ):
         key = tuple(row[k] for k in ("paper", "table", "dataset", "model", "setting", "method"))
         rows.setdefault(key, {})[row["metric"]] = row["value"], row["std"]
     return rows
@@ -294,14 +412,21 @@ def read_published():
 
 def given(cell, flags):
     """Whether flags agree with the words of a cell's command: a quick look before it is parsed."""
+
     def agree(word, value):
         try:
             return float(word) == float(value)
         except (TypeError, ValueError):
             return word == words(value)
+
     pairs = zip(cell.words, cell.words[1:])
-    return all(agree(word, flags.get(flag[2:].replace("-", "_"))) for flag, word in pairs
-               if flag.startswith("--") and not word.startswith("--") and flag not in ("--vectors", "--augment"))
+    return all(
+        agree(word, flags.get(flag[2:].replace("-", "_")))
+        for flag, word in pairs
+        if flag.startswith("--")
+        and not word.startswith("--")
+        and flag not in ("--vectors", "--augment")
+    )
 
 
 def cells_of(group):
@@ -336,30 +461,80 @@ def beside_published(groups, wanted=None):
                 row = (key[0], *key[2:], name, measured, target, spread)
                 merged.setdefault(row, []).append(key[1])
     lines, tidy = [], []
-    for (paper, dataset, model, setting, method, name, measured, value, std), where in merged.items():
-        several = cells[next(k for k in cells if (k[0], *k[2:]) == (paper, dataset, model, setting, method))]
-        short = any(group.rounds < group.flags["rounds"] for group in several) or "of" in measured[2].split()[1:2]
-        censored = value.endswith("+") or value == "NA" or measured[0] is None or short or name.startswith("delta")
+    for (
+        paper,
+        dataset,
+        model,
+        setting,
+        method,
+        name,
+        measured,
+        value,
+        std,
+    ), where in merged.items():
+        several = cells[
+            next(k for k in cells if (k[0], *k[2:]) == (paper, dataset, model, setting, method))
+        ]
+        short = (
+            any(group.rounds < group.flags["rounds"] for group in several)
+            or "of" in measured[2].split()[1:2]
+        )
+        censored = (
+            value.endswith("+")
+            or value == "NA"
+            or measured[0] is None
+            or short
+            or name.startswith("delta")
+        )
         difference = "" if censored else f"{measured[0] - float(value):+.2f}"
-        lines.append({"paper": f"{paper} {', '.join(where)}", "setting": f"{dataset} {model} {setting}", "method": method,
-                      "figure": name, "n": measured[2], "measured": measured[1],
-                      "published": value + (f" +- {std}" if std else ""), "difference": difference,
-                      "hardware": machine(*several)})
-        tidy.append({**lines[-1], "paper": paper, "table": ",".join(where), "measured": measured[0],
-                     "published": value, "published_std": std})
+        lines.append(
+            {
+                "paper": f"{paper} {', '.join(where)}",
+                "setting": f"{dataset} {model} {setting}",
+                "method": method,
+                "figure": name,
+                "n": measured[2],
+                "measured": measured[1],
+                "published": value + (f" +- {std}" if std else ""),
+                "difference": difference,
+                "hardware": machine(*several),
+            }
+        )
+        tidy.append(
+            {
+                **lines[-1],
+                "paper": paper,
+                "table": ",".join(where),
+                "measured": measured[0],
+                "published": value,
+                "published_std": std,
+            }
+        )
     return tidy, lines
 
 
 def measure(key, metric, several, groups, published):
     """What was measured of a published metric: [(name, (mean, as shown, n), other published value or None, its std)]."""
+
     def column(name, **more):
         each = [means(g, **more).get(name) for g in several]
         if any(m is None for m in each):
             return None, "-", several[0].count()
-        if subsets > 1:  # Table 6 of FedMLB: mean over subsets of pathways, which is theirs once all are there
-            over, seeds = Mean.of([m.mean for m in each]), ", ".join(sorted({g.count() for g in several}))
-            return over.mean, over.show(), (f"{over.n} of " if over.n < subsets else "") + f"{subsets} subsets of n = {seeds}"
-        mean = None if each[0].missed else each[0].mean  # no mean of rounds of which some are censored
+        if (
+            subsets > 1
+        ):  # Table 6 of FedMLB: mean over subsets of pathways, which is theirs once all are there
+            over, seeds = (
+                Mean.of([m.mean for m in each]),
+                ", ".join(sorted({g.count() for g in several})),
+            )
+            return (
+                over.mean,
+                over.show(),
+                (f"{over.n} of " if over.n < subsets else "") + f"{subsets} subsets of n = {seeds}",
+            )
+        mean = (
+            None if each[0].missed else each[0].mean
+        )  # no mean of rounds of which some are censored
         return mean, shown(name, each[0], several[0]), several[0].count()
 
     paper, group = key[0], several[0]
@@ -369,7 +544,10 @@ def measure(key, metric, several, groups, published):
         text = text if mean is None else f"{mean:.2f} +- {means(group)['their deviation'].mean:.2f}"
         return [("mean of last five +- over rounds", (mean, text, n), None, None)]
     if metric == "acc":
-        return [("acc, last", column("last"), None, None), ("acc, best", column("best"), None, None)]
+        return [
+            ("acc, last", column("last"), None, None),
+            ("acc, best", column("best"), None, None),
+        ]
     if metric.startswith("acc@"):
         round_ = int(metric[4:-1])
         return [(f"EMA at round {round_}", column(f"EMA@{round_}", at=[round_]), None, None)]
@@ -377,18 +555,36 @@ def measure(key, metric, several, groups, published):
         target = float(metric[10:-1])
         return [(f"rounds to {target:g}%", column(f"to {target:g}%", targets=[target]), None, None)]
     if metric in ("time_s_per_round", "train_time_s"):  # other hardware: only ratios compare
-        plain = next((published[(*key[:5], name)][metric][0] for name in ("FedAvg", "None(FedAvg)")
-                      if metric in published.get((*key[:5], name), {})), None)
+        plain = next(
+            (
+                published[(*key[:5], name)][metric][0]
+                for name in ("FedAvg", "None(FedAvg)")
+                if metric in published.get((*key[:5], name), {})
+            ),
+            None,
+        )
         base = baseline(group, groups)
         if plain is None or base is None or base is group or not comparable(base, group):
             return []
-        name = "train s/round" if metric == "train_time_s" else "s/round"  # FedCKA's Tables 3 and 4: local training time
+        name = (
+            "train s/round" if metric == "train_time_s" else "s/round"
+        )  # FedCKA's Tables 3 and 4: local training time
         ratio = means(group)[name].mean / means(base)[name].mean
-        return [("training " * (metric == "train_time_s") + "seconds x FedAvg", (ratio, f"{ratio:.2f}", group.count()),
-                 f"{float(published[key][metric][0]) / float(plain):.2f}", "")]
-    if metric == "delta_size_bytes":  # theirs: what a client receives, with about 760 bytes of serialisation a delta
+        return [
+            (
+                "training " * (metric == "train_time_s") + "seconds x FedAvg",
+                (ratio, f"{ratio:.2f}", group.count()),
+                f"{float(published[key][metric][0]) / float(plain):.2f}",
+                "",
+            )
+        ]
+    if (
+        metric == "delta_size_bytes"
+    ):  # theirs: what a client receives, with about 760 bytes of serialisation a delta
         note = "down, of the clients sampled" if key[4] == "cross-device" else "down"
-        return [(f"delta bytes, down and up (published: {note})", column("delta bytes"), None, None)]
+        return [
+            (f"delta bytes, down and up (published: {note})", column("delta bytes"), None, None)
+        ]
     if metric in HESSIAN:
         found = Mean.of([hessian(run.path).get(metric) for run in group.runs])
         return [(metric, (found.mean, found.show(), f"{found.n}"), None, None)] if found.n else []
@@ -415,6 +611,7 @@ def hessian(path):
 # Tables and pictures
 # ----------------------------------------------------------------------------------------------------------------------
 
+
 def render(lines, markdown):
     """Dicts with the same keys as a table; columns without content are left out."""
     columns = [c for c in lines[0] if any(line[c] not in ("", "-") for line in lines)]
@@ -424,7 +621,9 @@ def render(lines, markdown):
         cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
         rows = ["| " + " | ".join(row) + " |" for row in cells]
         return "\n".join([rows[0], "|" + "---|" * len(columns), *rows[1:]])
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in cells)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, width)).rstrip() for row in cells
+    )
 
 
 def machine(*groups):
@@ -441,8 +640,19 @@ def table(groups, names=None, at=(), targets=()):
     """The main table: (rows for the tidy CSV, rows for the eye)."""
     rows = labels(groups, names)
     lines, tidy = [], []
-    columns = ["last", "best", "EMA", *(f"EMA@{r}" for r in at), "last five", "their deviation",
-               *(f"to {t:g}%" for t in targets), "worst client", "s/round", "MB/round", "delta bytes"]
+    columns = [
+        "last",
+        "best",
+        "EMA",
+        *(f"EMA@{r}" for r in at),
+        "last five",
+        "their deviation",
+        *(f"to {t:g}%" for t in targets),
+        "worst client",
+        "s/round",
+        "MB/round",
+        "delta bytes",
+    ]
     for setting, method, group in rows:
         found, base = means(group, at, targets), baseline(group, groups)
         line = {"setting": setting, "method": method, "n": group.count()}
@@ -456,8 +666,19 @@ def table(groups, names=None, at=(), targets=()):
         lines.append(line)
         for name, mean in found.items():
             missed = mean.missed if name.startswith("to ") else None
-            tidy.append({"setting": setting, "method": method, "figure": name, "n": mean.n, "measured": mean.mean,
-                         "std": mean.std, "rounds": group.rounds, "not reached": missed, "hardware": machine(group)})
+            tidy.append(
+                {
+                    "setting": setting,
+                    "method": method,
+                    "figure": name,
+                    "n": mean.n,
+                    "measured": mean.mean,
+                    "std": mean.std,
+                    "rounds": group.rounds,
+                    "not reached": missed,
+                    "hardware": machine(group),
+                }
+            )
     return tidy, lines
 
 
@@ -470,24 +691,47 @@ def pooled(groups, flag, at, targets):
         value = group.flags[flag]
         rest = {k: v for k, v in json.loads(group.runs[0].key[1]).items() if k != flag}
         size = len(value) if isinstance(value, list) else "all" if value is None else "any"
-        pools.setdefault((group.runs[0].script, json.dumps(rest, sort_keys=True), size), []).append(group)
+        pools.setdefault((group.runs[0].script, json.dumps(rest, sort_keys=True), size), []).append(
+            group
+        )
     lines = []
     for (script, _, size), several in pools.items():
         each = [means(g, at, targets) for g in several]
         seeds = ", ".join(sorted({g.count() for g in several}))
-        line = {"method": script, f"number of {flag}": size, "n": f"{len(several)} rows of n = {seeds}"}
+        line = {
+            "method": script,
+            f"number of {flag}": size,
+            "n": f"{len(several)} rows of n = {seeds}",
+        }
         for column in ["last", "best", "EMA", *(f"EMA@{r}" for r in at)]:
             line[column] = Mean.of([m[column].mean for m in each]).show()
         lines.append({**line, "hardware": machine(*several)})
     return lines
 
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B"]  # told apart by all eyes
+COLOURS = [
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C564B",
+]  # told apart by all eyes
 QUANTITIES = ("accuracy", "ema", "train_loss", "test_loss", "worst")
-AXES = {"rounds": "Communication rounds", "seconds": "Seconds", "bytes": "Communicated (GB)", "s/round": "Seconds a round",
-        "MB/round": "Communicated a round (MB)", "accuracy": "Test accuracy (%)",
-        "ema": "Test accuracy, EMA (%)", "train_loss": "Training loss", "test_loss": "Test loss",
-        "worst": "Worst client's accuracy (%)"}
+AXES = {
+    "rounds": "Communication rounds",
+    "seconds": "Seconds",
+    "bytes": "Communicated (GB)",
+    "s/round": "Seconds a round",
+    "MB/round": "Communicated a round (MB)",
+    "accuracy": "Test accuracy (%)",
+    "ema": "Test accuracy, EMA (%)",
+    "train_loss": "Training loss",
+    "test_loss": "Test loss",
+    "worst": "Worst client's accuracy (%)",
+}
 CURVES = ("rounds", "seconds", "bytes")
 
 
@@ -499,10 +743,19 @@ def curve(group, x, y):
         rows = [run.rows[i] for run in group.runs]
         if any(row.get(key) is None for row in rows):
             continue
-        seen = [run.rows[:i + 1] for run in group.runs]
-        at.append({"rounds": i + 1,
-                   "seconds": statistics.fmean(sum(sum(r["seconds"].values()) for r in s) for s in seen),
-                   "bytes": statistics.fmean(sum(r["bytes_down"] + r["bytes_up"] for r in s) for s in seen) / 1e9}[x])
+        seen = [run.rows[: i + 1] for run in group.runs]
+        at.append(
+            {
+                "rounds": i + 1,
+                "seconds": statistics.fmean(
+                    sum(sum(r["seconds"].values()) for r in s) for s in seen
+                ),
+                "bytes": statistics.fmean(
+                    sum(r["bytes_down"] + r["bytes_up"] for r in s) for s in seen
+                )
+                / 1e9,
+            }[x]
+        )
         values = Mean.of([row[key] for row in rows])
         points.append(values.mean)
         deviation.append(values.std)
@@ -516,17 +769,24 @@ def panels(settings, quantities):
     if len(quantities) == 1:
         return {(s, quantities[0]): divmod(i, 3) for i, s in enumerate(settings)}
     wide = len(settings) <= 4
-    return {(s, q): (j, i) if wide else (i, j) for i, s in enumerate(settings) for j, q in enumerate(quantities)}
+    return {
+        (s, q): (j, i) if wide else (i, j)
+        for i, s in enumerate(settings)
+        for j, q in enumerate(quantities)
+    }
 
 
 def pyplot():
     """matplotlib.pyplot, drawing into files. UserError without matplotlib."""
     try:
         import matplotlib
+
         matplotlib.use("Agg")
         import matplotlib.pyplot
     except ImportError:
-        raise common.UserError("argument --plot: needs matplotlib (pip install matplotlib)") from None
+        raise common.UserError(
+            "argument --plot: needs matplotlib (pip install matplotlib)"
+        ) from None
     return matplotlib.pyplot
 
 
@@ -534,16 +794,41 @@ def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss"))
     """A picture of curves, a panel for each setting and quantity; of points, a panel for each quantity, where x is a flag or
     a figure. UserError without matplotlib."""
     plt = pyplot()
-    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42,
-                         "legend.frameon": False, "lines.linewidth": 1.3}):
+    with plt.rc_context(
+        {
+            "font.size": 8,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "pdf.fonttype": 42,
+            "legend.frameon": False,
+            "lines.linewidth": 1.3,
+        }
+    ):
         draw = draw_curves if x in CURVES else draw_points
         figure, bars = draw(plt, groups, names, x, list(quantities))
-        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
-        counts, room = sorted({len(group.runs) for group in groups}), 16 * figure.get_figwidth()  # characters
-        title = f"n = {', '.join(map(str, counts))}" + f"; {bars}: one standard deviation over seeds" * (counts[-1] > 1)
+        handles = {
+            h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]
+        }
+        counts, room = (
+            sorted({len(group.runs) for group in groups}),
+            16 * figure.get_figwidth(),
+        )  # characters
+        title = (
+            f"n = {', '.join(map(str, counts))}"
+            + f"; {bars}: one standard deviation over seeds" * (counts[-1] > 1)
+        )
         across = max(1, min(len(handles), int(room / (7 + max(map(len, handles))))))
-        figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / across) - 2))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", title=title, title_fontsize=7, ncols=across)
+        figure.set_figheight(
+            figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / across) - 2)
+        )
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            title=title,
+            title_fontsize=7,
+            ncols=across,
+        )
         buffer = io.BytesIO()
         figure.savefig(buffer, format=pathlib.Path(path).suffix[1:] or "png", dpi=300)
         plt.close(figure)
@@ -552,19 +837,34 @@ def plot(groups, names, path, x="rounds", quantities=("accuracy", "train_loss"))
 
 def panes(plt, down, across):
     """A figure and its axes, (down, across)."""
-    return plt.subplots(down, across, figsize=(max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6), squeeze=False,
-                        layout="constrained")
+    return plt.subplots(
+        down,
+        across,
+        figsize=(max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6),
+        squeeze=False,
+        layout="constrained",
+    )
 
 
 def draw_curves(plt, groups, names, x, quantities):
     rows = labels(groups, names)
-    if len({row[0] for row in rows}) == len(rows):  # nothing to compare within a setting: it tells the curves apart
+    if len({row[0] for row in rows}) == len(
+        rows
+    ):  # nothing to compare within a setting: it tells the curves apart
         rows = [("", f"{method} {setting}".strip(), group) for setting, method, group in rows]
     if x == "seconds" and len({machine(group) for group in groups}) > 1:
         rows = [(setting, f"{method}, {machine(group)}", group) for setting, method, group in rows]
-    settings, methods = list(dict.fromkeys(row[0] for row in rows)), list(dict.fromkeys(row[1] for row in rows))
-    style = {m: {"color": COLOURS[i % len(COLOURS)], "linestyle": ["-", "--", ":", "-."][i // len(COLOURS) % 4]}
-             for i, m in enumerate(methods)}
+    settings, methods = (
+        list(dict.fromkeys(row[0] for row in rows)),
+        list(dict.fromkeys(row[1] for row in rows)),
+    )
+    style = {
+        m: {
+            "color": COLOURS[i % len(COLOURS)],
+            "linestyle": ["-", "--", ":", "-."][i // len(COLOURS) % 4],
+        }
+        for i, m in enumerate(methods)
+    }
     places = panels(settings, quantities)
     down, across = (1 + max(place[k] for place in places.values()) for k in (0, 1))
     at_place = {place: panel for panel, place in places.items()}
@@ -580,10 +880,14 @@ def draw_curves(plt, groups, names, x, quantities):
             ax.plot(at, mean, label=method, marker="." if len(at) == 1 else None, **style[method])
             if deviation:
                 low, high = ([m + sign * d for m, d in zip(mean, deviation)] for sign in (-1, 1))
-                ax.fill_between(at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0)
+                ax.fill_between(
+                    at, low, high, color=style[method]["color"], alpha=0.18, linewidth=0
+                )
         ax.grid(color="0.92")
         ax.set_axisbelow(True)
-        ax.xaxis.get_major_locator().set_params(integer=x == "rounds", nbins="auto" if x == "rounds" else 4)
+        ax.xaxis.get_major_locator().set_params(
+            integer=x == "rounds", nbins="auto" if x == "rounds" else 4
+        )
         if (row + 1, column) not in at_place:
             ax.set_xlabel(AXES[x])
         if column == 0 or at_place[row, column - 1][1] != quantity:
@@ -593,7 +897,12 @@ def draw_curves(plt, groups, names, x, quantities):
     return figure, "band"
 
 
-EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along an axis of seconds or bytes a round
+EFFORT = {
+    "rounds",
+    "epochs",
+    "local_steps",
+    "batch_size",
+}  # what moves a run along an axis of seconds or bytes a round
 
 
 def lines_over(groups, names, x):
@@ -601,6 +910,7 @@ def lines_over(groups, names, x):
     method that differ in x alone, in order of x; where x is a figure, in their effort. Groups left alone are one line if they
     differ in their effort besides, as of epochs and rounds whose product is fixed. A method without the flag, as fedavg.py
     without lam, is a level: its value is x itself."""
+
     def rest(group, without):
         flags = {k: v for k, v in decisive(group.flags).items() if k not in without}
         return json.dumps([flags, machine(group) if "/" in x else ""], sort_keys=True)
@@ -611,17 +921,30 @@ def lines_over(groups, names, x):
         for method in dict.fromkeys(method for _, method in known):
             strict.setdefault((method, rest(group, EFFORT if "/" in x else {x})), []).append(group)
     for (method, own), line in strict.items():
-        lines.setdefault((method, own if len(line) > 1 else rest(line[0], {x} | EFFORT)), []).extend(line)
+        lines.setdefault(
+            (method, own if len(line) > 1 else rest(line[0], {x} | EFFORT)), []
+        ).extend(line)
     found = []
     for (method, _), line in lines.items():
         rivals = [g for (other, _), several in lines.items() if other == method for g in several]
-        telling = [k for k in line[0].flags if k not in {x, "seed", "data_dir", *MACHINE, *(EFFORT if "/" in x else ())}
-                   and len({words(g.flags.get(k)) for g in rivals}) > 1]
-        said = [f"{k} {' '.join(dict.fromkeys(words(g.flags.get(k)) for g in line))}" for k in telling]
+        telling = [
+            k
+            for k in line[0].flags
+            if k not in {x, "seed", "data_dir", *MACHINE, *(EFFORT if "/" in x else ())}
+            and len({words(g.flags.get(k)) for g in rivals}) > 1
+        ]
+        said = [
+            f"{k} {' '.join(dict.fromkeys(words(g.flags.get(k)) for g in line))}" for k in telling
+        ]
         if "/" in x and len({machine(g) for g in rivals}) > 1:
             said.insert(0, machine(line[0]))
         points = [(means(g)[x].mean if "/" in x else g.flags.get(x, x), g) for g in line]
-        found.append((", ".join([method, *said[:3], *["..."] * (len(said) > 3)]), sorted(points, key=lambda p: in_order(p[0]))))
+        found.append(
+            (
+                ", ".join([method, *said[:3], *["..."] * (len(said) > 3)]),
+                sorted(points, key=lambda p: in_order(p[0])),
+            )
+        )
     return found
 
 
@@ -633,29 +956,51 @@ def in_order(value):
 
 def draw_points(plt, groups, names, x, quantities):
     lines = lines_over(groups, names, x)
-    values = [value for _, points in lines for value, group in points if "/" in x or x in group.flags]
+    values = [
+        value for _, points in lines for value, group in points if "/" in x or x in group.flags
+    ]
     numbers = all(type(v) in (int, float) for v in values)
     ticks = list(dict.fromkeys(v if numbers else words(v) for v in sorted(values, key=in_order)))
     log = bool(ticks) and numbers and min(ticks) > 0 and max(ticks) >= 50 * min(ticks)
     # numbers that would lie on each other are set side by side
-    spaced = numbers and (log or "/" in x or all(b - a > 0.05 * (ticks[-1] - ticks[0]) for a, b in zip(ticks, ticks[1:])))
+    spaced = numbers and (
+        log
+        or "/" in x
+        or all(b - a > 0.05 * (ticks[-1] - ticks[0]) for a, b in zip(ticks, ticks[1:]))
+    )
     figure, axes = panes(plt, 1, len(quantities))
     for ax, quantity in zip(axes[0], quantities):
         for i, (label, points) in enumerate(lines):
             ends = [(value, group, curve(group, "rounds", quantity)) for value, group in points]
-            ends = [(value, group, mean[-1], deviation[-1] if deviation else math.nan)
-                    for value, group, (_, mean, deviation) in ends if mean]  # what was not measured has none
+            ends = [
+                (value, group, mean[-1], deviation[-1] if deviation else math.nan)
+                for value, group, (_, mean, deviation) in ends
+                if mean
+            ]  # what was not measured has none
             style = {"label": label, "color": COLOURS[i % len(COLOURS)]}
             if ends and "/" not in x and x not in ends[0][1].flags:
                 ax.axhline(ends[0][2], linestyle="--", **style)
             elif ends:
-                at = [value if spaced else ticks.index(value if numbers else words(value)) for value, *_ in ends]
-                ax.errorbar(at, [end[2] for end in ends], [end[3] for end in ends], marker="o", markersize=3, capsize=2,
-                            linestyle=["-", ":"][i // len(COLOURS) % 2], **style)
+                at = [
+                    value if spaced else ticks.index(value if numbers else words(value))
+                    for value, *_ in ends
+                ]
+                ax.errorbar(
+                    at,
+                    [end[2] for end in ends],
+                    [end[3] for end in ends],
+                    marker="o",
+                    markersize=3,
+                    capsize=2,
+                    linestyle=["-", ":"][i // len(COLOURS) % 2],
+                    **style,
+                )
         if log:
             ax.set_xscale("log")
         if "/" not in x and (len(ticks) <= 12 or not spaced):
-            ax.set_xticks(ticks if spaced else range(len(ticks)), [f"{t:g}" if numbers else t for t in ticks])
+            ax.set_xticks(
+                ticks if spaced else range(len(ticks)), [f"{t:g}" if numbers else t for t in ticks]
+            )
             ax.minorticks_off()
         ax.grid(color="0.92")
         ax.set_axisbelow(True)
@@ -668,19 +1013,41 @@ def add_flags(parser):
     """What reproduce.py takes too."""
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--csv", metavar="FILE", help="also write all numbers, one a line")
-    parser.add_argument("--at", type=common.integers(1), metavar="ROUND,...",
-                        help="columns for the EMA at these rounds")
-    parser.add_argument("--target", type=_percents, metavar="PERCENT,...",
-                        help="columns for the first round whose EMA gets there")
-    parser.add_argument("--over", metavar="FLAG", help="a further table, averaged over a flag: pathways, for FedMLB's Table 6")
-    parser.add_argument("--plot", metavar="FILE",
-                        help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)")
-    parser.add_argument("--x", metavar="NAME",
-                        help="what is drawn against: rounds (if not said), seconds or bytes, as curves; or of the last round a "
-                             "flag (lam, clients), s/round or MB/round")
-    parser.add_argument("--y", type=_quantities, metavar="LIST",
-                        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst "
-                             "(client's accuracy); if not said accuracy,train_loss, or accuracy against a flag")
+    parser.add_argument(
+        "--at",
+        type=common.integers(1),
+        metavar="ROUND,...",
+        help="columns for the EMA at these rounds",
+    )
+    parser.add_argument(
+        "--target",
+        type=_percents,
+        metavar="PERCENT,...",
+        help="columns for the first round whose EMA gets there",
+    )
+    parser.add_argument(
+        "--over",
+        metavar="FLAG",
+        help="a further table, averaged over a flag: pathways, for FedMLB's Table 6",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)",
+    )
+    parser.add_argument(
+        "--x",
+        metavar="NAME",
+        help="what is drawn against: rounds (if not said), seconds or bytes, as curves; or of the last round a "
+        "flag (lam, clients), s/round or MB/round",
+    )
+    parser.add_argument(
+        "--y",
+        type=_quantities,
+        metavar="LIST",
+        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst "
+        "(client's accuracy); if not said accuracy,train_loss, or accuracy against a flag",
+    )
 
 
 def _percents(text):
@@ -690,31 +1057,45 @@ def _percents(text):
 def _quantities(text):
     names = text.split(",")
     if not set(names) <= {*QUANTITIES}:
-        raise argparse.ArgumentTypeError(f"takes a list of accuracy, ema, train_loss, test_loss and worst, not {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            f"takes a list of accuracy, ema, train_loss, test_loss and worst, not {text[:40]!r}"
+        )
     return names
 
 
 def check_outputs(args):
     """UserError, before any work, for a --csv or --plot that could not be written, or would overwrite something."""
-    if args.csv and args.plot and pathlib.Path(args.csv).absolute() == pathlib.Path(args.plot).absolute():
+    if (
+        args.csv
+        and args.plot
+        and pathlib.Path(args.csv).absolute() == pathlib.Path(args.plot).absolute()
+    ):
         raise common.UserError(f"argument --plot: {args.plot} is the file of --csv")
     for flag in ("csv", "plot"):
         if getattr(args, flag) is None:
             continue
         path = pathlib.Path(getattr(args, flag))
-        run = next((folder for folder in path.absolute().parents if (folder / "config.json").exists()), None)
+        run = next(
+            (folder for folder in path.absolute().parents if (folder / "config.json").exists()),
+            None,
+        )
         if path.exists():
             raise common.UserError(f"argument --{flag}: {path} exists already; name another file")
         if run:
-            raise common.UserError(f"argument --{flag}: {path} is inside the run folder {run}; name a file elsewhere")
+            raise common.UserError(
+                f"argument --{flag}: {path} is inside the run folder {run}; name a file elsewhere"
+            )
         if not path.absolute().parent.is_dir():
             raise common.UserError(f"argument --{flag}: {path}: there is no folder {path.parent}")
     if args.plot:
         pyplot()
         from matplotlib.backend_bases import FigureCanvasBase
+
         kinds = FigureCanvasBase.get_supported_filetypes()
         if (pathlib.Path(args.plot).suffix[1:] or "png") not in kinds:
-            raise common.UserError(f"argument --plot: {args.plot} must end in one of .{', .'.join(sorted(kinds))}")
+            raise common.UserError(
+                f"argument --plot: {args.plot} must end in one of .{', .'.join(sorted(kinds))}"
+            )
 
 
 def check_x(args, flags):
@@ -724,8 +1105,10 @@ def check_x(args, flags):
     if args.x not in AXES or args.x in QUANTITIES:
         args.x = args.x.lstrip("-").replace("-", "_")
         if args.x in MACHINE | {"seed"} or not any(own.get(args.x) is not None for own in flags):
-            raise common.UserError(f"argument --x: {args.x} is no flag that decides these runs; it takes rounds, seconds, "
-                                   "bytes, s/round, MB/round or a flag")
+            raise common.UserError(
+                f"argument --x: {args.x} is no flag that decides these runs; it takes rounds, seconds, "
+                "bytes, s/round, MB/round or a flag"
+            )
 
 
 def report(folders, args, names=None, published=True, wanted=None):
@@ -747,24 +1130,50 @@ def report(folders, args, names=None, published=True, wanted=None):
         return damaged
     if not groups:
         raise common.UserError("no run with a finished round to compare")
-    at, targets, flag = args.at or [], args.target or [], args.over and args.over.lstrip("-").replace("-", "_")
+    at, targets, flag = (
+        args.at or [],
+        args.target or [],
+        args.over and args.over.lstrip("-").replace("-", "_"),
+    )
     check_x(args, [group.flags for group in groups])
     over = pooled(groups, flag, at, targets) if flag else []
     tidy, lines = table(groups, names, at, targets)
     beside, besides = beside_published(groups, wanted) if published else ([], [])
-    parts = [("", lines), (f"\nMean +- sample standard deviation over the rows that differ in {flag}:\n\n", over),
-             ("\nBeside the published numbers:\n\n", besides)]
+    parts = [
+        ("", lines),
+        (f"\nMean +- sample standard deviation over the rows that differ in {flag}:\n\n", over),
+        ("\nBeside the published numbers:\n\n", besides),
+    ]
     used = [run for group in groups for run in group.runs]
     commits = sorted({run.commit[:7] + "+" * run.commit.endswith("+") for run in used})
-    versions = f"torch {', '.join(sorted({run.torch for run in used}))}, commit {', '.join(commits)}"
+    versions = (
+        f"torch {', '.join(sorted({run.torch for run in used}))}, commit {', '.join(commits)}"
+    )
     parts = [title + render(rows, args.markdown) + "\n" for title, rows in parts if rows]
     five = any(line["figure"].startswith("mean of last five") for line in besides)
-    parts.append("\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1"
-                 + "; with the mean of last five their population standard deviation" * five + f"; {versions}.\n")
+    parts.append(
+        "\nAccuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1"
+        + "; with the mean of last five their population standard deviation" * five
+        + f"; {versions}.\n"
+    )
     print("".join(parts), end="")
     if args.csv:
-        columns = ["setting", "method", "figure", "n", "measured", "std", "rounds", "not reached", "hardware", "paper", "table",
-                   "published", "published_std", "difference"]
+        columns = [
+            "setting",
+            "method",
+            "figure",
+            "n",
+            "measured",
+            "std",
+            "rounds",
+            "not reached",
+            "hardware",
+            "paper",
+            "table",
+            "published",
+            "published_std",
+            "difference",
+        ]
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
@@ -774,11 +1183,19 @@ def report(folders, args, names=None, published=True, wanted=None):
         curves = args.x in CURVES
         whole = [group for group in groups if curves or group.rounds >= group.flags["rounds"]]
         if len(whole) < len(groups):
-            warn(f"{len(groups) - len(whole)} of {len(groups)} rows are of runs that were cut, and are not drawn")
+            warn(
+                f"{len(groups) - len(whole)} of {len(groups)} rows are of runs that were cut, and are not drawn"
+            )
         asked = args.y or (["accuracy", "train_loss"] if curves else ["accuracy"])
-        drawn = [quantity for quantity in asked if any(curve(group, "rounds", quantity)[1] for group in whole)]
+        drawn = [
+            quantity
+            for quantity in asked
+            if any(curve(group, "rounds", quantity)[1] for group in whole)
+        ]
         if whole and len(drawn) < len(asked):
-            warn(f"{', '.join(q for q in asked if q not in drawn)}: not measured in these runs, and not drawn")
+            warn(
+                f"{', '.join(q for q in asked if q not in drawn)}: not measured in these runs, and not drawn"
+            )
         if drawn:
             plot(whole, names, args.plot, args.x, drawn)
     return damaged
@@ -795,12 +1212,16 @@ def into(path, make):
         raise common.UserError(f"argument --into: {path} cannot be read ({e})") from None
     _, end, after = rest.partition(MARKS[1])
     if not begin or not end:
-        raise common.UserError(f"argument --into: {path} has no line {MARKS[0].strip()} with {MARKS[1].strip()} behind it")
+        raise common.UserError(
+            f"argument --into: {path} has no line {MARKS[0].strip()} with {MARKS[1].strip()} behind it"
+        )
     with contextlib.redirect_stdout(io.StringIO()) as text:
         damaged = make()
     if not damaged:
         mode = path.stat().st_mode
-        common._write(path.resolve(), (before + begin + "\n" + text.getvalue() + "\n" + end + after).encode())
+        common._write(
+            path.resolve(), (before + begin + "\n" + text.getvalue() + "\n" + end + after).encode()
+        )
         path.chmod(mode)
     return damaged
 
@@ -808,14 +1229,21 @@ def into(path, make):
 def main(argv=None):
     parser = common.PlainParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--into", metavar="FILE", type=pathlib.Path,
-                        help=f"put the tables as Markdown into FILE, between {MARKS[0].strip()} and {MARKS[1].strip()}")
+    parser.add_argument(
+        "--into",
+        metavar="FILE",
+        type=pathlib.Path,
+        help=f"put the tables as Markdown into FILE, between {MARKS[0].strip()} and {MARKS[1].strip()}",
+    )
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
         check_outputs(args)
         if args.into:
-            args.markdown, runs = True, sorted(map(pathlib.Path, args.runs))  # in one order, whatever the shell's
+            args.markdown, runs = (
+                True,
+                sorted(map(pathlib.Path, args.runs)),
+            )  # in one order, whatever the shell's
             damaged = into(args.into, lambda: report(runs, args))
         else:
             damaged = report(args.runs, args)

@@ -24,6 +24,7 @@ its data), after a round of warm-up, in turns with fedavg.py under the flags tha
 FedAlign paper, Table 5, row MOON (262.2 M, 2.21 M):
     python cost.py moon --dataset cifar100 --model resnet56 --no-time
 """
+
 import contextlib
 import json
 import statistics
@@ -41,8 +42,16 @@ import analysis
 import common
 
 # channels, pixels, classes
-SHAPES = {"cifar100": (3, 32, 100), "cifar10": (3, 32, 10), "mnist": (1, 28, 10), "emnist": (1, 28, 62), "femnist": (1, 28, 62),
-          "tiny-imagenet": (3, 64, 200), "imagenet-200": (3, 224, 200), "glyphs": (3, 32, 62)}
+SHAPES = {
+    "cifar100": (3, 32, 100),
+    "cifar10": (3, 32, 10),
+    "mnist": (1, 28, 10),
+    "emnist": (1, 28, 62),
+    "femnist": (1, 28, 62),
+    "tiny-imagenet": (3, 64, 200),
+    "imagenet-200": (3, 224, 200),
+    "glyphs": (3, 32, 62),
+}
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 KINDS = ("forward", "expected", "products", "backward")
@@ -54,14 +63,19 @@ class Counter(TorchDispatchMode):
     def __init__(self, keep):
         super().__init__()
         self.macs, self.keep, self.tracker = dict.fromkeys(KINDS, 0.0), keep, ModuleTracker()
-        self.layers, self.probability = 0, 1.0  # how deep inside LAYERS, and how probable the code that runs
+        self.layers, self.probability = (
+            0,
+            1.0,
+        )  # how deep inside LAYERS, and how probable the code that runs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count:
             macs = count(*args, **(kwargs or {}), out_val=out) / 2
-            if func._overloadpacket is torch.ops.aten.convolution_backward:  # whose formula in torch leaves out the groups
+            if (
+                func._overloadpacket is torch.ops.aten.convolution_backward
+            ):  # whose formula in torch leaves out the groups
                 gradient, _, weight, *_, wanted = args
                 macs = gradient.numel() * weight[0].numel() * sum(wanted[:2])
             if self.tracker.is_bw:
@@ -84,8 +98,12 @@ class Counter(TorchDispatchMode):
         def leave(module, *_):
             self.layers -= isinstance(module, LAYERS)
             self.probability /= self.keep.get(module, 1.0)
+
         hooks = nn.modules.module
-        self.hooks = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)]
+        self.hooks = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave),
+        ]
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -123,7 +141,9 @@ class Counted(common.Worker):
             # a shape is a tuple of parts whose costs add up: that of a step is the bare one's and each part's
             bare = self._cost(step, size, ())
             for shape in self.shapes:
-                self.counts.append(bare + sum(self._cost(step, size, (part,)) - bare for part in shape))
+                self.counts.append(
+                    bare + sum(self._cost(step, size, (part,)) - bare for part in shape)
+                )
 
 
 def images(args, samples):
@@ -131,8 +151,12 @@ def images(args, samples):
     if args.dataset in SHAPES:
         channels, size, classes = SHAPES[args.dataset]
         size, draw = args.image_size or size, torch.Generator().manual_seed(args.seed)
-        x = torch.randint(0, 256, (samples, channels, size, size), dtype=torch.uint8, generator=draw)
-        return common.Data(x, torch.arange(samples) % classes, x[:1], torch.zeros(1, dtype=torch.long), classes)
+        x = torch.randint(
+            0, 256, (samples, channels, size, size), dtype=torch.uint8, generator=draw
+        )
+        return common.Data(
+            x, torch.arange(samples) % classes, x[:1], torch.zeros(1, dtype=torch.long), classes
+        )
     data = common.load_data(args)
     rows = torch.arange(samples) % len(data.y)
     return common.dataclasses.replace(data, x=data.x[rows], y=data.y[rows], writers=None)
@@ -147,7 +171,11 @@ def rounds(call, worker, net, parts, count):
         server.update(round=t, clients=list(range(len(parts))))
         clients = [common.Client(k, part, states.get(k, {})) for k, part in enumerate(parts)]
         start, down = time.perf_counter(), common.nbytes(net.state_dict())
-        uploads = list(pool.train(clients, server, net.state_dict(), [1 / len(parts)] * len(parts), call.local_update))
+        uploads = list(
+            pool.train(
+                clients, server, net.state_dict(), [1 / len(parts)] * len(parts), call.local_update
+            )
+        )
         states = {upload.client.id: upload.client.state for upload in uploads}
         up = common.nbytes(uploads[0].weights) + common.nbytes(uploads[0].message)
         call.aggregate(net, iter(uploads), server, args)
@@ -157,8 +185,12 @@ def rounds(call, worker, net, parts, count):
         if worker.device.type == "cuda":
             torch.cuda.synchronize(worker.device)
         server.pop("report", None)
-        yield {"seconds": time.perf_counter() - start, "down": down + clients[0].bytes_down,
-               "up": up + clients[0].bytes_up, "kept": numel(clients[0].state)}
+        yield {
+            "seconds": time.perf_counter() - start,
+            "down": down + clients[0].bytes_down,
+            "up": up + clients[0].bytes_up,
+            "kept": numel(clients[0].state),
+        }
 
 
 def prepare(call, samples, clients):
@@ -179,11 +211,15 @@ def numel(tree):
 
 def stored(worker):
     """Numbers that a step reads: (of the networks' convolutions and linear layers, of everything)."""
-    norms = {p for m in worker.net.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}
+    norms = {
+        p for m in worker.net.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)
+    }
     shapes = [p.shape for p in worker.net.parameters()]
     weights = sum(p.numel() for p in worker.net.parameters() if p not in norms)
     copies = 1 + len(worker.nets)
-    everything = copies * sum(v.numel() for v in worker.net.state_dict().values() if v.is_floating_point())
+    everything = copies * sum(
+        v.numel() for v in worker.net.state_dict().values() if v.is_floating_point()
+    )
     pins = {}
     for name, value in worker.pins.items():
         pins.setdefault(name.split(".")[0], []).append(value)
@@ -204,12 +240,17 @@ def count(call, draws):
     with unfused, Counter({}) as everything:
         *_, last = rounds(call, worker, net, parts, 2)
     macs = dict(zip(KINDS, np.mean(worker.counts, 0).tolist()))
-    outside = float(sum((everything.all() - worker.ran)[[0, 2, 3]])) / (4 * args.batch_size)  # of two clients in two rounds
+    outside = float(sum((everything.all() - worker.ran)[[0, 2, 3]])) / (
+        4 * args.batch_size
+    )  # of two clients in two rounds
     papers, full = stored(worker)
     macs["round"] = outside
-    return {"macs_per_sample": macs, "flops_per_sample": {k: 2 * v for k, v in macs.items()},
-            "parameters": {"papers": papers, "full": full, "kept": last["kept"]},
-            "bytes": {"down": last["down"], "up": last["up"]}}
+    return {
+        "macs_per_sample": macs,
+        "flops_per_sample": {k: 2 * v for k, v in macs.items()},
+        "parameters": {"papers": papers, "full": full, "kept": last["kept"]},
+        "bytes": {"down": last["down"], "up": last["up"]},
+    }
 
 
 def measure(calls, repeats):
@@ -220,7 +261,9 @@ def measure(calls, repeats):
         samples = args.batch_size * (args.local_steps or 1)
         data, parts, net = prepare(call, samples, 1)
         per_round = len(common.batch_sizes(samples, args, False))
-        runs.append(rounds(call, common.Worker(net, data, args, per_round), net, parts, repeats + 1))
+        runs.append(
+            rounds(call, common.Worker(net, data, args, per_round), net, parts, repeats + 1)
+        )
     seconds = [[] for _ in runs]
     for i in tqdm(range(repeats + 1), "rounds", leave=False, disable=None):
         for run, own in zip(runs, seconds):
@@ -231,24 +274,42 @@ def measure(calls, repeats):
 def plain_words(argv):
     """The flags among argv that fedavg.py has."""
     parser = common.flags("")
-    known, _ = super(common.Parser, parser).parse_known_args([common._canonical(word) for word in argv])
+    known, _ = super(common.Parser, parser).parse_known_args(
+        [common._canonical(word) for word in argv]
+    )
     return list(parser._words(vars(known)))
 
 
 def main(argv=None):
-    parser = common.PlainParser(__doc__, usage="cost.py SCRIPT [--no-time] [--draws N] [--repeats N] [SCRIPT's flags]")
+    parser = common.PlainParser(
+        __doc__, usage="cost.py SCRIPT [--no-time] [--draws N] [--repeats N] [SCRIPT's flags]"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a method's script, such as moon")
     parser.add_argument("--no-time", action="store_true", help="measure no time")
-    parser.add_argument("--draws", type=common.number(int, 1), default=1000, help="steps over which drawn sizes are averaged")
-    parser.add_argument("--repeats", type=common.number(int, 1), default=3, help="rounds that are timed")
+    parser.add_argument(
+        "--draws",
+        type=common.number(int, 1),
+        default=1000,
+        help="steps over which drawn sizes are averaged",
+    )
+    parser.add_argument(
+        "--repeats", type=common.number(int, 1), default=3, help="rounds that are timed"
+    )
     args, flags = parser.parse_known_args(argv)
     script = args.script.removesuffix(".py")
     with common.one_line_errors("cost"):
         call = analysis.method_call(script, flags)
         if call.args.batch_size < 2:
-            raise common.UserError("argument --batch-size: must be at least 2, for batch norm and contrasts")
-        result = {"script": script, "model": call.args.model, "dataset": call.args.dataset, "batch_size": call.args.batch_size,
-                  **count(call, args.draws)}
+            raise common.UserError(
+                "argument --batch-size: must be at least 2, for batch norm and contrasts"
+            )
+        result = {
+            "script": script,
+            "model": call.args.model,
+            "dataset": call.args.dataset,
+            "batch_size": call.args.batch_size,
+            **count(call, args.draws),
+        }
         if not args.no_time:
             result["seconds"] = times(script, flags, args.repeats)
     show(result)
@@ -257,27 +318,48 @@ def main(argv=None):
 
 def times(script, flags, repeats):
     """Median seconds of a client's round, of fedavg.py's, and their ratio, a pair at a time."""
-    calls = [analysis.method_call("fedavg", plain_words(flags)), analysis.method_call(script, flags)]
+    calls = [
+        analysis.method_call("fedavg", plain_words(flags)),
+        analysis.method_call(script, flags),
+    ]
     plain, own = measure(calls, repeats)
-    return {"round": statistics.median(own), "fedavg": statistics.median(plain),
-            "ratio": statistics.median(b / a for a, b in zip(plain, own))}
+    return {
+        "round": statistics.median(own),
+        "fedavg": statistics.median(plain),
+        "ratio": statistics.median(b / a for a, b in zip(plain, own)),
+    }
 
 
 def show(result):
     macs, parameters = result["macs_per_sample"], result["parameters"]
-    print(f"{result['script']}.py, {result['model']}, {result['dataset']}, batches of {result['batch_size']}")
-    for name, text in (("forward", "convolutions and linear layers"),
-                       ("expected", "forward, each block by its probability to run (StochDepth)"),
-                       ("products", "other matrix products, forward"), ("backward", "backward"),
-                       ("round", "once a round, outside steps")):
+    print(
+        f"{result['script']}.py, {result['model']}, {result['dataset']}, batches of {result['batch_size']}"
+    )
+    for name, text in (
+        ("forward", "convolutions and linear layers"),
+        ("expected", "forward, each block by its probability to run (StochDepth)"),
+        ("products", "other matrix products, forward"),
+        ("backward", "backward"),
+        ("round", "once a round, outside steps"),
+    ):
         if name == "expected" and macs["expected"] == macs["forward"]:
             continue
-        print(f"  {macs[name] / 1e6:10.2f} M MACs ({2 * macs[name] / 1e6:10.2f} MFLOPs) a sample: {text}")
-    print(f"  {parameters['papers'] / 1e6:10.2f} M parameters as the papers count them, {parameters['full']:,} numbers in "
-          f"full; {parameters['kept']:,} kept by a client between rounds")
-    print(f"  {result['bytes']['down']:,} bytes down, {result['bytes']['up']:,} up, a client and round")
+        print(
+            f"  {macs[name] / 1e6:10.2f} M MACs ({2 * macs[name] / 1e6:10.2f} MFLOPs) a sample: {text}"
+        )
+    print(
+        f"  {parameters['papers'] / 1e6:10.2f} M parameters as the papers count them, {parameters['full']:,} numbers in "
+        f"full; {parameters['kept']:,} kept by a client between rounds"
+    )
+    print(
+        f"  {result['bytes']['down']:,} bytes down, {result['bytes']['up']:,} up, a client and round"
+    )
     if "seconds" in result:
-        print("  {round:.2f} s a client's round, fedavg.py {fedavg:.2f} s, ratio {ratio:.2f}".format(**result["seconds"]))
+        print(
+            "  {round:.2f} s a client's round, fedavg.py {fedavg:.2f} s, ratio {ratio:.2f}".format(
+                **result["seconds"]
+            )
+        )
     print(json.dumps(result))
 
 

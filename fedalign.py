@@ -18,6 +18,7 @@ FedAlign paper, Table 5, row FedAlign (56.9 +- 0.5):
     python fedalign.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
         --mu 0.45
 """
+
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -34,23 +35,36 @@ def transmitting_matrix(h_in, h_out):
 
 def spectral_norm(t, iterations=10):
     """Largest singular value, (batch,), of each matrix of t, (batch, rows, columns): power iteration on T T' from ones."""
-    scale = t.detach().abs().amax((1, 2), keepdim=True).clamp(min=1e-30)  # so that no square over- or underflows
+    scale = (
+        t.detach().abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
+    )  # so that no square over- or underflows
     t = t / scale
     v = t.new_ones(*t.shape[:2], 1)  # (batch, rows, 1)
     for _ in range(iterations):
         v = t @ (t.transpose(1, 2) @ v)
-        norm = v.square().sum(1, keepdim=True).clamp(min=1e-30).sqrt()  # dead features: a matrix of zeros
+        norm = (
+            v.square().sum(1, keepdim=True).clamp(min=1e-30).sqrt()
+        )  # dead features: a matrix of zeros
         v = v / norm
     return (scale * norm.sqrt()).flatten()  # the last norm is lambda_max(T T')
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    last = max((i for i, block in enumerate(net) if any(isinstance(m, nn.Conv2d) for m in block.modules())), default=0)
-    below, block, above = net[:last], net[last], net[last + 1:]
+    last = max(
+        (
+            i
+            for i, block in enumerate(net)
+            if any(isinstance(m, nn.Conv2d) for m in block.modules())
+        ),
+        default=0,
+    )
+    below, block, above = net[:last], net[last], net[last + 1 :]
 
-    def lipschitz_loss(h, f):  # (batch, c_in, ., .), (batch, c_out, H, W); no gradient reaches either
-        h_s = h[:, :common.make_divisible(h.shape[1], args.width)]
+    def lipschitz_loss(
+        h, f
+    ):  # (batch, c_in, ., .), (batch, c_out, H, W); no gradient reaches either
+        h_s = h[:, : common.make_divisible(h.shape[1], args.width)]
         f_s = common.at_width(block, h_s, args.width)
         k_f = spectral_norm(transmitting_matrix(h, f))
         k_s = spectral_norm(transmitting_matrix(h if args.lip_input == "full" else h_s, f_s))
@@ -76,13 +90,30 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.set_defaults(clip=10.0)
-    parser.add_argument("--mu", type=common.number(float, 0), default=0.45,
-                        help="weight of the Lipschitz term; 0 (with --clip 0) is FedAvg")
-    parser.add_argument("--width", type=common.number(float, 0, 1, open_low=True), default=0.25,
-                        help="omega_S, the width of the sub-block; at 1 the term vanishes")
-    parser.add_argument("--lip-scale", default="ce", choices=["ce", "none"],
-                        help="factor on the Lipschitz term: CE / L_Lip, held constant, or none")
-    parser.add_argument("--lip-input", default="slim", choices=["slim", "full"], help="channels of f_(L-1) that X_S is made of")
+    parser.add_argument(
+        "--mu",
+        type=common.number(float, 0),
+        default=0.45,
+        help="weight of the Lipschitz term; 0 (with --clip 0) is FedAvg",
+    )
+    parser.add_argument(
+        "--width",
+        type=common.number(float, 0, 1, open_low=True),
+        default=0.25,
+        help="omega_S, the width of the sub-block; at 1 the term vanishes",
+    )
+    parser.add_argument(
+        "--lip-scale",
+        default="ce",
+        choices=["ce", "none"],
+        help="factor on the Lipschitz term: CE / L_Lip, held constant, or none",
+    )
+    parser.add_argument(
+        "--lip-input",
+        default="slim",
+        choices=["slim", "full"],
+        help="channels of f_(L-1) that X_S is made of",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update)
 

@@ -12,6 +12,7 @@ is per client when there are as many threads). Short batches are trained on unle
 FedAlign paper, Table 5, row FedAvg (52.9 +- 0.1):
     python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last
 """
+
 import torch.nn.functional as F
 
 import common

@@ -18,6 +18,7 @@ FedCKA paper, Table 1, CIFAR-10, row FedCKA:
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
         --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none --mu 3
 """
+
 import sys
 
 import torch
@@ -42,12 +43,16 @@ def _cka(k_a, k_b):
 def linear_cka(a, b):
     """Linear CKA of activations a, b, (batch, features each): ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns,
     computed from the batch x batch Gram matrices, so that the width of the layer does not matter."""
-    a, b = a - a.mean(0), b - b.mean(0)  # before the product: a large mean would cancel badly afterwards
+    a, b = (
+        a - a.mean(0),
+        b - b.mean(0),
+    )  # before the product: a large mean would cancel badly afterwards
     return _cka(a @ a.T, b @ b.T)
 
 
 def kernel_cka(a, b):
     """CKA with the kernel exp(-d^2 / (2 median d^2)), the median over all pairs and held constant."""
+
     def gram(x):
         x = x - x.mean(0)
         squares = x.square().sum(1)
@@ -55,6 +60,7 @@ def kernel_cka(a, b):
         ordered = distances.detach().flatten().sort().values
         median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
         return torch.exp(-distances / (2 * median).clamp(min=1e-30))
+
     return _cka(gram(a), gram(b))
 
 
@@ -68,20 +74,32 @@ def vectorized_cosine(a, b):
     return F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
 
 
-SIMILARITIES = {"linear-cka": linear_cka, "kernel-cka": kernel_cka, "frobenius": squared_frobenius, "cosine": vectorized_cosine}
+SIMILARITIES = {
+    "linear-cka": linear_cka,
+    "kernel-cka": kernel_cka,
+    "frobenius": squared_frobenius,
+    "cosine": vectorized_cosine,
+}
 
 
 def layers(net):
     """The network's blocks, with each residual block of a stage by itself."""
-    return [layer for block in net.children()
-            for layer in (block if isinstance(next(block.children(), None), common.Residual) else [block])]
+    return [
+        layer
+        for block in net.children()
+        for layer in (
+            block if isinstance(next(block.children(), None), common.Residual) else [block]
+        )
+    ]
 
 
 def check(net, args):
     if args.layers > len(layers(net)):
         raise common.UserError(f"argument --layers: {args.model} has {len(layers(net))} layers")
     if args.mu and args.batch_size < 3:
-        raise common.UserError("argument --batch-size: must be at least 3, since CKA of two samples is 1")
+        raise common.UserError(
+            "argument --batch-size: must be at least 3, since CKA of two samples is 1"
+        )
 
 
 def local_update(worker, client, server, args):
@@ -118,11 +136,24 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "--similarity-of" in argv:
         import similarity
+
         return similarity.main([word for word in argv if word != "--similarity-of"])
     parser = common.flags(__doc__)
-    parser.add_argument("--mu", type=common.number(float, 0), default=3.0, help="weight of the contrastive term; 0 is FedAvg")
-    parser.add_argument("--layers", type=common.number(int, 1), default=2, help="M, layers from the input that are compared")
-    parser.add_argument("--similarity-metric", default="linear-cka", choices=list(SIMILARITIES), help="s")
+    parser.add_argument(
+        "--mu",
+        type=common.number(float, 0),
+        default=3.0,
+        help="weight of the contrastive term; 0 is FedAvg",
+    )
+    parser.add_argument(
+        "--layers",
+        type=common.number(int, 1),
+        default=2,
+        help="M, layers from the input that are compared",
+    )
+    parser.add_argument(
+        "--similarity-metric", default="linear-cka", choices=list(SIMILARITIES), help="s"
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update, adapt=check)
 

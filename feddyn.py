@@ -15,6 +15,7 @@ FedMLB paper, Table 1, row FedDyn (CIFAR-100, 100 clients, 5%):
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10 --dyn-alpha 0.1
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +24,10 @@ import common
 
 def penalty(net, h, w, alpha):
     """-<h, v> + alpha/2 ||v - w||^2 of the parameters v of net; h, w: lists of tensors."""
-    return sum(alpha / 2 * (v - w_).square().sum() - (h_ * v).sum() for v, h_, w_ in zip(net.parameters(), h, w))
+    return sum(
+        alpha / 2 * (v - w_).square().sum() - (h_ * v).sum()
+        for v, h_, w_ in zip(net.parameters(), h, w)
+    )
 
 
 def begin(worker, client):
@@ -80,8 +84,12 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.set_defaults(weighting="uniform")
-    parser.add_argument("--dyn-alpha", type=common.number(float, 0), default=0.1,
-                        help="alpha; 0 is FedAvg with --weighting uniform")
+    parser.add_argument(
+        "--dyn-alpha",
+        type=common.number(float, 0),
+        default=0.1,
+        help="alpha; 0 is FedAvg with --weighting uniform",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update, aggregate)
 

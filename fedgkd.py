@@ -13,6 +13,7 @@ FedMLB paper, Table 2, row FedGKD (CIFAR-100, 100 clients, 5%):
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -24,9 +25,11 @@ def aggregate(net, uploads, server, args):
     buffer = server.setdefault("buffer", [{k: v.clone() for k, v in net.state_dict().items()}])
     common.average(net, uploads, server, args)
     buffer.append({k: v.clone() for k, v in net.state_dict().items()})
-    del buffer[:-args.buffer]
-    server["mean"] = {k: torch.stack([w[k] for w in buffer]).mean(0) if v.is_floating_point() else v
-                      for k, v in buffer[-1].items()}
+    del buffer[: -args.buffer]
+    server["mean"] = {
+        k: torch.stack([w[k] for w in buffer]).mean(0) if v.is_floating_point() else v
+        for k, v in buffer[-1].items()
+    }
 
 
 def local_update(worker, client, server, args):
@@ -51,9 +54,18 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--gamma", type=common.number(float, 0), default=0.2,
-                        help="twice the weight of the distillation; 0 is FedAvg")
-    parser.add_argument("--buffer", type=common.number(int, 1), default=5, help="M, global models in the teacher's average")
+    parser.add_argument(
+        "--gamma",
+        type=common.number(float, 0),
+        default=0.2,
+        help="twice the weight of the distillation; 0 is FedAvg",
+    )
+    parser.add_argument(
+        "--buffer",
+        type=common.number(int, 1),
+        default=5,
+        help="M, global models in the teacher's average",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update, aggregate)
 

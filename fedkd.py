@@ -16,6 +16,7 @@ FedMLB paper, Table 2, row FedAvg + KD (CIFAR-100, 100 clients, 5%):
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10 --gamma 0.2
 """
+
 import torch.nn.functional as F
 
 import common
@@ -25,7 +26,11 @@ def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     glob = worker.frozen("glob")
     # a block before one without parameters is compared behind that one: behind the pooling
-    hints = [m for m in range(len(net) - 1) if args.hint == "features" and next(net[m + 1].parameters(), None) is not None]
+    hints = [
+        m
+        for m in range(len(net) - 1)
+        if args.hint == "features" and next(net[m + 1].parameters(), None) is not None
+    ]
     gamma = args.gamma if args.gamma is not None else {"logits": 0.2, "features": 1.0}[args.hint]
 
     def step(x, y):
@@ -40,7 +45,9 @@ def local_update(worker, client, server, args):
         if gamma and args.hint == "features":
             loss = loss + gamma * hint
         elif gamma:
-            loss = (1 - gamma) * loss + gamma * F.kl_div(h.log_softmax(1), teacher.softmax(1), reduction="batchmean")
+            loss = (1 - gamma) * loss + gamma * F.kl_div(
+                h.log_softmax(1), teacher.softmax(1), reduction="batchmean"
+            )
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -51,10 +58,17 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--hint", default="logits", choices=["logits", "features"],
-                        help="what is distilled: FedAvg+KD, FedAvg+FitNet")
-    parser.add_argument("--gamma", type=common.number(float, 0),
-                        help="weight of the distillation; 0 is FedAvg (default: 0.2 for logits, 1 for features)")
+    parser.add_argument(
+        "--hint",
+        default="logits",
+        choices=["logits", "features"],
+        help="what is distilled: FedAvg+KD, FedAvg+FitNet",
+    )
+    parser.add_argument(
+        "--gamma",
+        type=common.number(float, 0),
+        help="weight of the distillation; 0 is FedAvg (default: 0.2 for logits, 1 for features)",
+    )
     args = parser.parse_args(argv)
     if args.hint == "logits" and args.gamma and args.gamma > 1:
         parser.error(f"argument --gamma: must be at most 1 with --hint logits, not {args.gamma}")

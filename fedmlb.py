@@ -16,6 +16,7 @@ FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%):
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10
 """
+
 import torch.nn.functional as F
 
 import common
@@ -24,12 +25,18 @@ import feddyn
 
 def pathway_cuts(net):
     """Numbers of blocks after which a pathway may change over: behind each block with parameters but head and classifier."""
-    return [m for m, b in enumerate(net[:-1], 1) if next(b.parameters(), None) is not None and not isinstance(b, common.Head)]
+    return [
+        m
+        for m, b in enumerate(net[:-1], 1)
+        if next(b.parameters(), None) is not None and not isinstance(b, common.Head)
+    ]
 
 
 def check(net, args):
     if args.pathways and max(args.pathways) > len(pathway_cuts(net)):
-        raise common.UserError(f"argument --pathways: {args.model} has pathways 1 to {len(pathway_cuts(net))}")
+        raise common.UserError(
+            f"argument --pathways: {args.model} has pathways 1 to {len(pathway_cuts(net))}"
+        )
 
 
 def hybrid_logits(net, glob, x, hidden, cuts, direction):
@@ -60,8 +67,17 @@ def local_update(worker, client, server, args):
             log_q = F.log_softmax(out / args.tau, 1)
             for hybrid in hybrid_logits(net, glob, x, hidden, cuts, args.direction):
                 # in logarithms: the gradient of KL in its first argument is NaN where a probability is rounded to 0
-                divergence = F.kl_div(log_q, F.log_softmax(hybrid / args.tau, 1), reduction="batchmean", log_target=True)
-                loss = loss + (args.lambda1 * F.cross_entropy(hybrid, y) + args.lambda2 * divergence) / divisor
+                divergence = F.kl_div(
+                    log_q,
+                    F.log_softmax(hybrid / args.tau, 1),
+                    reduction="batchmean",
+                    log_target=True,
+                )
+                loss = (
+                    loss
+                    + (args.lambda1 * F.cross_entropy(hybrid, y) + args.lambda2 * divergence)
+                    / divisor
+                )
         if args.dyn_alpha:
             loss = loss + feddyn.penalty(net, h_dyn, w, args.dyn_alpha)
         opt.zero_grad()
@@ -76,22 +92,54 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--lambda1", type=common.number(float, 0), default=1.0,
-                        help="weight of the pathways' CE; both 0 is FedAvg")
-    parser.add_argument("--lambda2", type=common.number(float, 0), default=1.0,
-                        help="weight of the pathways' KL; both 0 is FedAvg")
-    parser.add_argument("--tau", type=common.number(float, 0, open_low=True), default=1.0, help="temperature of the KL term")
-    parser.add_argument("--pathways", type=common.integers(1), metavar="M,...", help="pathways in use, from 1; without it all")
-    parser.add_argument("--direction", default="local-global", choices=["local-global", "global-local"],
-                        help="which blocks come first")
-    parser.add_argument("--divisor", default="selected", choices=["selected", "all"],
-                        help="what the sums over pathways are divided by")
-    parser.add_argument("--dyn-alpha", type=common.number(float, 0), default=0.0,
-                        help="alpha of FedDyn, whose --weighting is uniform; 0 is without")
+    parser.add_argument(
+        "--lambda1",
+        type=common.number(float, 0),
+        default=1.0,
+        help="weight of the pathways' CE; both 0 is FedAvg",
+    )
+    parser.add_argument(
+        "--lambda2",
+        type=common.number(float, 0),
+        default=1.0,
+        help="weight of the pathways' KL; both 0 is FedAvg",
+    )
+    parser.add_argument(
+        "--tau",
+        type=common.number(float, 0, open_low=True),
+        default=1.0,
+        help="temperature of the KL term",
+    )
+    parser.add_argument(
+        "--pathways",
+        type=common.integers(1),
+        metavar="M,...",
+        help="pathways in use, from 1; without it all",
+    )
+    parser.add_argument(
+        "--direction",
+        default="local-global",
+        choices=["local-global", "global-local"],
+        help="which blocks come first",
+    )
+    parser.add_argument(
+        "--divisor",
+        default="selected",
+        choices=["selected", "all"],
+        help="what the sums over pathways are divided by",
+    )
+    parser.add_argument(
+        "--dyn-alpha",
+        type=common.number(float, 0),
+        default=0.0,
+        help="alpha of FedDyn, whose --weighting is uniform; 0 is without",
+    )
     parser.set_defaults(weighting=None)
     args = parser.parse_args(argv)
     args.weighting = args.weighting or ("uniform" if args.dyn_alpha else "samples")
-    return common.run(args, local_update, feddyn.aggregate if args.dyn_alpha else common.average, adapt=check)
+    return common.run(
+        args, local_update, feddyn.aggregate if args.dyn_alpha else common.average, adapt=check
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ FedMLB paper, Table 2, row FedLS-NTD (CIFAR-100, 100 clients, 5%):
         --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 --lr-decay 0.998 --momentum 0 \\
         --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip --normalise cifar10 --ntd-beta 0.3
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -23,15 +24,21 @@ import common
 def not_true_divergence(out, teacher, y, tau):
     """KL(teacher || out) of the softmax over the classes other than y, mean over the batch; both (batch, classes)."""
     true = y[:, None] == torch.arange(out.shape[1], device=y.device)
-    log_p, log_q = ((logits / tau).masked_fill(true, -torch.inf).log_softmax(1).masked_fill(true, 0)
-                    for logits in (teacher, out))
+    log_p, log_q = (
+        (logits / tau).masked_fill(true, -torch.inf).log_softmax(1).masked_fill(true, 0)
+        for logits in (teacher, out)
+    )
     return (log_p.exp().masked_fill(true, 0) * (log_p - log_q)).sum(1).mean()
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     glob = worker.frozen("glob")
-    beta = args.ntd_beta if args.ntd_beta is not None else {"convex": 0.3, "sum": 1.0}[args.weighting_rule]
+    beta = (
+        args.ntd_beta
+        if args.ntd_beta is not None
+        else {"convex": 0.3, "sum": 1.0}[args.weighting_rule]
+    )
 
     def step(x, y):
         out = net(x)
@@ -39,7 +46,11 @@ def local_update(worker, client, server, args):
         if beta:
             divergence = not_true_divergence(out, glob(x), y, args.tau)
             convex = args.weighting_rule == "convex"
-            loss = (1 - beta) * loss + beta * divergence if convex else loss + beta * args.tau**2 * divergence
+            loss = (
+                (1 - beta) * loss + beta * divergence
+                if convex
+                else loss + beta * args.tau**2 * divergence
+            )
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -50,14 +61,25 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--weighting-rule", default="convex", choices=["convex", "sum"],
-                        help="(1 - beta) CE + beta KL, or CE + beta tau^2 KL")
-    parser.add_argument("--ntd-beta", type=common.number(float, 0),
-                        help="beta; 0 is FedAvg (default: 0.3 for convex, 1 for sum)")
-    parser.add_argument("--tau", type=common.number(float, 0, open_low=True), default=1.0, help="temperature")
+    parser.add_argument(
+        "--weighting-rule",
+        default="convex",
+        choices=["convex", "sum"],
+        help="(1 - beta) CE + beta KL, or CE + beta tau^2 KL",
+    )
+    parser.add_argument(
+        "--ntd-beta",
+        type=common.number(float, 0),
+        help="beta; 0 is FedAvg (default: 0.3 for convex, 1 for sum)",
+    )
+    parser.add_argument(
+        "--tau", type=common.number(float, 0, open_low=True), default=1.0, help="temperature"
+    )
     args = parser.parse_args(argv)
     if args.weighting_rule == "convex" and args.ntd_beta and args.ntd_beta > 1:
-        parser.error(f"argument --ntd-beta: must be at most 1 with --weighting-rule convex, not {args.ntd_beta}")
+        parser.error(
+            f"argument --ntd-beta: must be at most 1 with --weighting-rule convex, not {args.ntd_beta}"
+        )
     return common.run(args, local_update)
 
 

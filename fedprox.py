@@ -12,6 +12,7 @@ FedAlign paper, Table 5, row FedProx (53.1 +- 0.3):
     python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
         --mu 0.0001
 """
+
 import torch.nn.functional as F
 
 import common
@@ -25,7 +26,9 @@ def local_update(worker, client, server, args):
         out = net(x)
         loss = F.cross_entropy(out, y)
         if args.mu:
-            loss = loss + args.mu / 2 * sum((v - w_).square().sum() for v, w_ in zip(net.parameters(), w))
+            loss = loss + args.mu / 2 * sum(
+                (v - w_).square().sum() for v, w_ in zip(net.parameters(), w)
+            )
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -36,7 +39,12 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--mu", type=common.number(float, 0), default=1e-4, help="weight of the proximal term; 0 is FedAvg")
+    parser.add_argument(
+        "--mu",
+        type=common.number(float, 0),
+        default=1e-4,
+        help="weight of the proximal term; 0 is FedAvg",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update)
 

@@ -15,6 +15,7 @@ FedAlign paper, Table 5, row GradAug (n = 2), (57.0 +- 0.1):
     python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
         --subnets 2 --mu 1.75
 """
+
 import functools
 
 import torch.nn as nn
@@ -29,8 +30,10 @@ MU = {1: 2.0, 2: 1.75, 3: 1.5, 4: 1.25}
 @functools.lru_cache(None)
 def same_channels(width, channels):
     """The least width, in steps of 0.001, with the same channels in every layer: one CUDA graph serves all of them."""
+
     def sizes(w):
         return [common.make_divisible(c, w) for c in channels]
+
     return next((w / 1000 for w in range(1, 1001) if sizes(w / 1000) == sizes(width)), width)
 
 
@@ -53,13 +56,24 @@ def resize(x, resolution, back):
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    channels = tuple(sorted({m.weight.shape[0] for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))
-                            and not isinstance(m, common.Classifier)}))
+    channels = tuple(
+        sorted(
+            {
+                m.weight.shape[0]
+                for m in net.modules()
+                if isinstance(m, (nn.Conv2d, nn.Linear)) and not isinstance(m, common.Classifier)
+            }
+        )
+    )
     size = worker.data.image_size
-    resolutions = args.resolutions or ([224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)])
+    resolutions = args.resolutions or (
+        [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
+    )
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
-        worker.shapes = draw_shapes(worker.keyed("shapes"), len(worker.sizes), args, channels, resolutions)
+        worker.shapes = draw_shapes(
+            worker.keyed("shapes"), len(worker.sizes), args, channels, resolutions
+        )
 
     def step(x, y):
         out = net(x)
@@ -68,7 +82,9 @@ def local_update(worker, client, server, args):
             teacher = out.detach().softmax(1)
             for width, resolution in worker.shape:
                 student = common.at_width(net, resize(x, resolution, back), width)
-                loss = loss + args.mu * F.kl_div(student.log_softmax(1), teacher, reduction="batchmean")
+                loss = loss + args.mu * F.kl_div(
+                    student.log_softmax(1), teacher, reduction="batchmean"
+                )
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -79,15 +95,32 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--subnets", type=common.number(int, 1), default=2, help="n, number of sub-networks")
-    parser.add_argument("--mu", type=common.number(float, 0),
-                        help="weight of each sub-network; 0 is FedAvg (default: by --subnets)")
-    parser.add_argument("--min-width", type=common.number(float, 0, 1, open_low=True), default=0.8,
-                        help="least width of a sub-network")
-    parser.add_argument("--widths", default="code", choices=["code", "paper"],
-                        help="code: one sub-network is always the narrowest; paper: all widths are random")
-    parser.add_argument("--resolutions", type=common.integers(8), metavar="PIXELS,...",
-                        help="drawn from; without it 1, 7/8, 6/8, 5/8 of the size")
+    parser.add_argument(
+        "--subnets", type=common.number(int, 1), default=2, help="n, number of sub-networks"
+    )
+    parser.add_argument(
+        "--mu",
+        type=common.number(float, 0),
+        help="weight of each sub-network; 0 is FedAvg (default: by --subnets)",
+    )
+    parser.add_argument(
+        "--min-width",
+        type=common.number(float, 0, 1, open_low=True),
+        default=0.8,
+        help="least width of a sub-network",
+    )
+    parser.add_argument(
+        "--widths",
+        default="code",
+        choices=["code", "paper"],
+        help="code: one sub-network is always the narrowest; paper: all widths are random",
+    )
+    parser.add_argument(
+        "--resolutions",
+        type=common.integers(8),
+        metavar="PIXELS,...",
+        help="drawn from; without it 1, 7/8, 6/8, 5/8 of the size",
+    )
     args = parser.parse_args(argv)
     if args.mu is None:
         args.mu = MU.get(args.subnets, 1.0)

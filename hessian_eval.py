@@ -23,6 +23,7 @@ The same command goes on after runs that have their results, and shows these in 
 
     python hessian_eval.py runs/a runs/b --samples 2000 --probes 50
 """
+
 import argparse
 import contextlib
 import json
@@ -42,13 +43,17 @@ import common
 
 # --- the Hessian of a network's loss; net stays in the mode it is in
 
+
 @contextlib.contextmanager
 def _twice_differentiable(net):
     """The fused LSTM kernels cannot be differentiated twice."""
     if not any(isinstance(m, nn.RNNBase) for m in net.modules()):
         yield
         return
-    before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False  # its flags() cannot read our fp32_precision
+    before, torch.backends.cudnn.enabled = (
+        torch.backends.cudnn.enabled,
+        False,
+    )  # its flags() cannot read our fp32_precision
     try:
         with torch.backends.mkldnn.flags(enabled=False):
             yield
@@ -62,7 +67,10 @@ def parameters(net):
 
 def unflat(net, v):
     """v, (n,), as a list of tensors shaped as the n parameters."""
-    return [part.view(p.shape) for part, p in zip(v.split([p.numel() for p in parameters(net)]), parameters(net))]
+    return [
+        part.view(p.shape)
+        for part, p in zip(v.split([p.numel() for p in parameters(net)]), parameters(net))
+    ]
 
 
 def hessian_vector_product(net, batches, v, loss=F.cross_entropy):
@@ -72,13 +80,21 @@ def hessian_vector_product(net, batches, v, loss=F.cross_entropy):
     total, samples = torch.zeros_like(rows), 0
     for x, y in batches:
         with torch.enable_grad(), _twice_differentiable(net):
-            grads = torch.autograd.grad(loss(net(x), y), weights, create_graph=True, materialize_grads=True)
+            grads = torch.autograd.grad(
+                loss(net(x), y), weights, create_graph=True, materialize_grads=True
+            )
             curved = [g.requires_grad for g in grads]  # a gradient that is constant has no graph
             for i, row in enumerate(rows):
                 along = [d for d, c in zip(unflat(net, row), curved) if c]
                 outputs = [g for g, c in zip(grads, curved) if c]
                 if outputs:
-                    hv = torch.autograd.grad(outputs, weights, along, retain_graph=i + 1 < len(rows), materialize_grads=True)
+                    hv = torch.autograd.grad(
+                        outputs,
+                        weights,
+                        along,
+                        retain_graph=i + 1 < len(rows),
+                        materialize_grads=True,
+                    )
                     total[i].add_(torch.cat([h.flatten() for h in hv]), alpha=len(y))
         samples += len(y)
     return (total / samples).view_as(v)
@@ -90,7 +106,13 @@ def _probes(net, count, seed, at_once):
     n = sum(p.numel() for p in parameters(net))
     for start in range(0, count, at_once):
         own = (common.keyed("probe", seed, i) for i in range(start, min(count, start + at_once)))
-        yield torch.from_numpy(np.stack([rng.integers(2, size=n, dtype=np.int8) for rng in own])).to(like) * 2 - 1
+        yield (
+            torch.from_numpy(np.stack([rng.integers(2, size=n, dtype=np.int8) for rng in own])).to(
+                like
+            )
+            * 2
+            - 1
+        )
 
 
 def _hutchinson(net, batches, probes, seed, loss, reduce, tol=0.0):
@@ -114,14 +136,24 @@ def _hutchinson(net, batches, probes, seed, loss, reduce, tol=0.0):
 
 def trace(net, batches, probes, seed=0, tol=0.0, loss=F.cross_entropy):
     """Hutchinson's estimate of tr H, its standard error, and the number of probes used."""
-    mean, error, used = _hutchinson(net, batches, probes, seed, loss, lambda d: d.sum(1, dtype=torch.float64), tol)
+    mean, error, used = _hutchinson(
+        net, batches, probes, seed, loss, lambda d: d.sum(1, dtype=torch.float64), tol
+    )
     return float(mean), float(error), used
 
 
 def diagonal(net, batches, probes, seed=0, per_tensor=False, loss=F.cross_entropy):
     """Estimate of Diag(H), (n,), and its standard error, (n,); per_tensor: of its sums over each parameter tensor."""
+
     def sums(d):
-        return torch.stack([part.sum(1, dtype=torch.float64) for part in d.split([p.numel() for p in parameters(net)], 1)], 1)
+        return torch.stack(
+            [
+                part.sum(1, dtype=torch.float64)
+                for part in d.split([p.numel() for p in parameters(net)], 1)
+            ],
+            1,
+        )
+
     return _hutchinson(net, batches, probes, seed, loss, sums if per_tensor else lambda d: d)[:2]
 
 
@@ -132,7 +164,9 @@ def hessian_norm_difference(d1, d2):
 
 def hessian_direction(d1, d2):
     """H_D of two clients' diagonals (FedAlign, Eq. 4)."""
-    return d1 @ d2 / (d1.norm() * d2.norm()).clamp(min=1e-300 if d1.dtype == torch.float64 else 1e-30)
+    return (
+        d1 @ d2 / (d1.norm() * d2.norm()).clamp(min=1e-300 if d1.dtype == torch.float64 else 1e-30)
+    )
 
 
 def _start(net, seed):
@@ -189,6 +223,7 @@ def top_eigenvalues(net, batches, k=1, tol=1e-3, max_iterations=100, seed=0, los
     {iterations, residual, converged}. k = 1: power iteration; if that ends at a negative value, or with a residual above
     sqrt(tol) times the value, and for k > 1: Lanczos until residuals are below tol times the value, which keeps up to
     max_iterations vectors and may find fewer than k."""
+
     def product(v):
         return hessian_vector_product(net, batches, v, loss)
 
@@ -201,10 +236,17 @@ def top_eigenvalues(net, batches, k=1, tol=1e-3, max_iterations=100, seed=0, los
 
     def enough(values, residuals):
         return len(values) >= k and bool((residuals[-k:] <= tol * np.abs(values[-k:])).all())
+
     values, residuals, vectors, basis = lanczos(product, v, max_iterations, enough)
     top = np.arange(len(values))[::-1][:k]
-    reports = [{"iterations": before + len(values), "residual": float(residuals[i]),
-                "converged": bool(residuals[i] <= tol * abs(values[i]))} for i in top]
+    reports = [
+        {
+            "iterations": before + len(values),
+            "residual": float(residuals[i]),
+            "converged": bool(residuals[i] <= tol * abs(values[i])),
+        }
+        for i in top
+    ]
     found = torch.from_numpy(np.ascontiguousarray(vectors[:, top].T)).to(v) @ basis
     return torch.from_numpy(values[top].copy()), found, reports
 
@@ -215,7 +257,9 @@ def density(net, batches, probes, steps, seed=0, loss=F.cross_entropy):
     nodes, weights = [], []
     for v in _probes(net, probes, seed, 1):
         v = v[0] / v[0].norm()
-        values, _, vectors, _ = lanczos(lambda u: hessian_vector_product(net, batches, u, loss), v, steps)
+        values, _, vectors, _ = lanczos(
+            lambda u: hessian_vector_product(net, batches, u, loss), v, steps
+        )
         nodes.append(values)
         weights.append(vectors[0] ** 2)
     return np.stack(nodes), np.stack(weights)
@@ -239,7 +283,11 @@ def filter_normalised(net, seed):
             d = torch.zeros_like(p)
         else:
             rows, own = d.flatten(1), p.detach().flatten(1)
-            d = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) * own.norm(dim=1, keepdim=True)
+            d = (
+                rows
+                / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+                * own.norm(dim=1, keepdim=True)
+            )
         parts.append(d.flatten())
     return torch.cat(parts)
 
@@ -264,6 +312,7 @@ def loss_surface(net, batches, d1, d2, coefficients, loss=F.cross_entropy):
 
 # --- runs
 
+
 class Batches:
     """(x, y) of training samples of a run in a fixed order, each time that it is iterated over. augmented: instead so many
     augmented batches, drawn by seed, anew each time or, if frozen, once and for all."""
@@ -275,14 +324,22 @@ class Batches:
     def __iter__(self):
         data, index, augment, device = self.run.data, self.index, {}, self.run.data.y.device
         if self.augmented:
-            rng, augment = common.keyed("authors", self.seed, self.times), common.resolve_augment(self.run.args)
+            rng, augment = (
+                common.keyed("authors", self.seed, self.times),
+                common.resolve_augment(self.run.args),
+            )
             self.times += not self.frozen
-            index = rng.permutation(index)[:self.augmented * self.size]
+            index = rng.permutation(index)[: self.augmented * self.size]
         parts = np.split(index, range(self.size, len(index), self.size))
-        draws = [common.draw_augment(augment, rng, (len(part),), data.image_size) if augment else {} for part in parts]
+        draws = [
+            common.draw_augment(augment, rng, (len(part),), data.image_size) if augment else {}
+            for part in parts
+        ]
         seeds = [own.pop("seed") for own in draws] if "seed" in augment else None
         for part, own, x in zip(parts, draws, data.images(parts, seeds)):
-            x = common.apply_augment(x.to(device), {k: torch.from_numpy(v).to(device) for k, v in own.items()})
+            x = common.apply_augment(
+                x.to(device), {k: torch.from_numpy(v).to(device) for k, v in own.items()}
+            )
             yield common.channels_last(data.normalise(x)), data.y[torch.from_numpy(part).to(device)]
             self.bar.update()
 
@@ -291,15 +348,34 @@ def draw_surface(plt, coefficients, surface, labels, title):
     """The loss as a surface and as contours, on one logarithmic colour scale. Losses that are not finite are drawn as the
     largest that is."""
     from matplotlib.colors import LogNorm
+
     finite = np.isfinite(surface)
-    surface = np.maximum(np.where(finite, surface, surface[finite].max() if finite.any() else 1.0), 1e-6)
+    surface = np.maximum(
+        np.where(finite, surface, surface[finite].max() if finite.any() else 1.0), 1e-6
+    )
     norm = LogNorm(surface.min(), max(surface.max(), surface.min() * 1.01))
     figure = plt.figure(figsize=(10, 3.8))
-    solid, flat = figure.add_axes((0, 0, 0.42, 0.92), projection="3d"), figure.add_axes((0.56, 0.14, 0.32, 0.74))
+    solid, flat = (
+        figure.add_axes((0, 0, 0.42, 0.92), projection="3d"),
+        figure.add_axes((0.56, 0.14, 0.32, 0.74)),
+    )
     a, b = np.meshgrid(coefficients, coefficients, indexing="ij")
-    solid.plot_surface(a, b, np.log10(surface), cmap="cividis", facecolors=plt.get_cmap("cividis")(norm(surface)), rstride=1,
-                       cstride=1, linewidth=0, antialiased=False)
-    solid.set(xlabel=f"step along {labels[0]}", ylabel=f"step along {labels[1]}", zlabel=r"$\log_{10}$ loss (nats)")
+    solid.plot_surface(
+        a,
+        b,
+        np.log10(surface),
+        cmap="cividis",
+        facecolors=plt.get_cmap("cividis")(norm(surface)),
+        rstride=1,
+        cstride=1,
+        linewidth=0,
+        antialiased=False,
+    )
+    solid.set(
+        xlabel=f"step along {labels[0]}",
+        ylabel=f"step along {labels[1]}",
+        zlabel=r"$\log_{10}$ loss (nats)",
+    )
     for axes in (solid, flat):
         axes.locator_params(axis="both", nbins=5)
     solid.view_init(28, -55)
@@ -308,7 +384,9 @@ def draw_surface(plt, coefficients, surface, labels, title):
     flat.contour(a, b, surface, levels, colors="white", linewidths=0.4)
     flat.plot(0, 0, "+", color="red", markersize=9)
     flat.set(xlabel=f"step along {labels[0]}", ylabel=f"step along {labels[1]}", aspect="equal")
-    bar = figure.colorbar(filled, ax=flat, label="mean cross-entropy (nats)", format="%.3g", ticks=levels[::2])
+    bar = figure.colorbar(
+        filled, ax=flat, label="mean cross-entropy (nats)", format="%.3g", ticks=levels[::2]
+    )
     bar.minorticks_off()
     figure.suptitle(title, fontsize=11)
     return figure
@@ -319,11 +397,18 @@ def draw_density(plt, nodes, weights, title):
     low, high = nodes.min(), nodes.max()
     sigma = max(0.01 * (high - low), 1e-12)
     grid = np.linspace(low - 5 * sigma, high + 5 * sigma, 1000)
-    kernel = np.exp(-((grid[:, None, None] - nodes) ** 2) / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
+    kernel = np.exp(-((grid[:, None, None] - nodes) ** 2) / (2 * sigma**2)) / (
+        sigma * math.sqrt(2 * math.pi)
+    )
     curve = (kernel * weights).sum(2).mean(1)
     figure, axes = plt.subplots(figsize=(4.2, 3))
     axes.semilogy(grid, np.maximum(curve, 1e-12), color="#0072b2")
-    axes.set(xlabel="eigenvalue of the Hessian", ylabel="density", title=title, ylim=(curve.max() * 1e-9, curve.max() * 2))
+    axes.set(
+        xlabel="eigenvalue of the Hessian",
+        ylabel="density",
+        title=title,
+        ylim=(curve.max() * 1e-9, curve.max() * 2),
+    )
     axes.grid(alpha=0.3)
     return figure
 
@@ -349,16 +434,23 @@ def analyse(path, args, bar):
         bar.set_description(f"{run.path}: {text}")
 
     started, train, fixed = time.perf_counter(), batches(everyone), batches(everyone, frozen=True)
-    result = {"script": run.script, "round": run.rows[-1]["round"],
-              "accuracy": run.rows[-1]["best_acc" if args.authors else "test_acc"],
-              "weights": "best.pt" if args.authors else "model.pt",
-              "samples": min(len(train.index), 10 * args.batch_size if args.authors else len(train.index)),
-              "settings": settings(args)}
+    result = {
+        "script": run.script,
+        "round": run.rows[-1]["round"],
+        "accuracy": run.rows[-1]["best_acc" if args.authors else "test_acc"],
+        "weights": "best.pt" if args.authors else "model.pt",
+        "samples": min(
+            len(train.index), 10 * args.batch_size if args.authors else len(train.index)
+        ),
+        "settings": settings(args),
+    }
     arrays = {}
 
     stage("eigenvalues")
     k = max(args.top, 2) if args.landscape and args.directions == "hessian" else args.top
-    values, vectors, reports = top_eigenvalues(net, fixed, k, args.tol, args.max_iterations, args.seed)
+    values, vectors, reports = top_eigenvalues(
+        net, fixed, k, args.tol, args.max_iterations, args.seed
+    )
     result["eigenvalues"] = [{"value": float(v), **r} for v, r in zip(values, reports)]
     arrays["eigenvectors"] = vectors.cpu().numpy()
     stage("trace")
@@ -368,13 +460,24 @@ def analyse(path, args, bar):
     diagonals, noise, tensor = [], [], args.diagonal == "tensor"
     for k, client_net in client_nets.items():
         stage(f"diagonal of client {k}")
-        d, error = diagonal(client_net, train if tensor else batches(run.parts[k]), args.probes, args.seed, tensor)
+        d, error = diagonal(
+            client_net, train if tensor else batches(run.parts[k]), args.probes, args.seed, tensor
+        )
         diagonals.append(d)
         noise.append(float(error.norm() / d.norm()))
     if clients:
         # the authors' mean runs over the full matrix, where H_N is 0 and H_D 1 for k = j
-        pairs = [(a, b) for i, a in enumerate(diagonals) for j, b in enumerate(diagonals) if tensor or i < j]
-        result["clients"] = {"ids": clients, "norms": [float(d.norm()) for d in diagonals], "noise": noise}
+        pairs = [
+            (a, b)
+            for i, a in enumerate(diagonals)
+            for j, b in enumerate(diagonals)
+            if tensor or i < j
+        ]
+        result["clients"] = {
+            "ids": clients,
+            "norms": [float(d.norm()) for d in diagonals],
+            "noise": noise,
+        }
         for name, f in (("H_N", hessian_norm_difference), ("H_D", hessian_direction)):
             result[name] = sum(float(f(a, b)) for a, b in pairs) / len(pairs) if pairs else None
         arrays["diagonals"] = torch.stack(diagonals).cpu().numpy()
@@ -422,8 +525,10 @@ def check(args):
     results, flags = {}, [common.read_config(pathlib.Path(path), "")["flags"] for path in args.runs]
     for path, own in zip(args.runs, flags):
         if own.get("dataset") != flags[0].get("dataset"):
-            raise common.UserError(f"{path}: a run on {own.get('dataset')}, while {args.runs[0]} is on "
-                                   f"{flags[0].get('dataset')}; Hessians are compared on one data set")
+            raise common.UserError(
+                f"{path}: a run on {own.get('dataset')}, while {args.runs[0]} is on "
+                f"{flags[0].get('dataset')}; Hessians are compared on one data set"
+            )
         if pathlib.Path(path).resolve() in [pathlib.Path(other).resolve() for other in results]:
             raise common.UserError(f"{path}: named twice")
         results[path] = kept(pathlib.Path(path), args, own["rounds"])
@@ -440,14 +545,20 @@ def warn(path, result):
     found, wanted = result["eigenvalues"], result["settings"]["top"]
     for i, value in enumerate(found):
         if not value["converged"]:
-            tqdm.write(f"{path}: eigenvalue {i} has not converged after {value['iterations']} iterations "
-                       f"(residual {value['residual']:.2g}); raise --max-iterations")
+            tqdm.write(
+                f"{path}: eigenvalue {i} has not converged after {value['iterations']} iterations "
+                f"(residual {value['residual']:.2g}); raise --max-iterations"
+            )
     noise = result.get("clients", {}).get("noise", [0])
     if max(noise) > 0.5:
-        tqdm.write(f"{path}: up to {max(noise):.0%} of a client's diagonal is noise of the probes, and H_N and H_D are of it; "
-                   "raise --probes")
+        tqdm.write(
+            f"{path}: up to {max(noise):.0%} of a client's diagonal is noise of the probes, and H_N and H_D are of it; "
+            "raise --probes"
+        )
     if len(found) < wanted:
-        tqdm.write(f"{path}: eigenvalues {len(found)} to {wanted - 1} are missing; raise --max-iterations to --top at least")
+        tqdm.write(
+            f"{path}: eigenvalues {len(found)} to {wanted - 1} are missing; raise --max-iterations to --top at least"
+        )
 
 
 def row(path, result):
@@ -456,8 +567,17 @@ def row(path, result):
 
     def number(name):
         return "" if result.get(name) is None else f"{result[name]:.4g}"
-    return [str(path), result["script"], f"{result['accuracy']:.2f}", f"{top['value']:.4g}", f"{top['residual']:.2g}",
-            f"{tr['value']:.4g} +- {tr['standard_error']:.2g}", number("H_N"), number("H_D")]
+
+    return [
+        str(path),
+        result["script"],
+        f"{result['accuracy']:.2f}",
+        f"{top['value']:.4g}",
+        f"{top['residual']:.2g}",
+        f"{tr['value']:.4g} +- {tr['standard_error']:.2g}",
+        number("H_N"),
+        number("H_D"),
+    ]
 
 
 def main(argv=None):
@@ -471,25 +591,85 @@ def main(argv=None):
     integer, number = (lambda low: common.number(int, low)), common.number(float, 0, open_low=True)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="folders of finished runs, made with --save-clients")
-    add("--top", type=integer(1), default=1, metavar="K", help="eigenvalues; more than one by Lanczos")
-    add("--tol", type=number, default=1e-3, help="relative change of the eigenvalue at which power iteration stops, relative "
-        "residual at which Lanczos does")
-    add("--max-iterations", type=integer(2), default=100, help="of power iteration and Lanczos; steps of the density")
-    add("--probes", type=integer(2), default=100, help="random vectors of the trace and of each client's diagonal")
-    add("--diagonal", default=None, choices=["elementwise", "tensor", "none"],
-        help="reading of Diag(H_k); none leaves H_N and H_D out; without it elementwise, with --authors tensor")
-    add("--density", type=integer(0), default=0, metavar="PROBES", help="eigenvalue density from so many probes")
-    add("--landscape", type=landscape, default=0, metavar="N", help="loss surface on a grid of N x N points (the paper: 41)")
-    add("--directions", default="hessian", choices=["hessian", "filter"],
-        help="of the surface: the two top eigenvectors, or random ones, filter-normalised")
-    add("--radius", type=number, default=1.0, help="the surface goes from -RADIUS to RADIUS along unit vectors")
-    add("--samples", type=integer(2), metavar="M", help="use M random training samples (and M of each client); without it all")
-    add("--batch-size", type=integer(1), default=64, help="samples at once; does not change the result, but for "
-        "the ten batches of --authors")
+    add(
+        "--top",
+        type=integer(1),
+        default=1,
+        metavar="K",
+        help="eigenvalues; more than one by Lanczos",
+    )
+    add(
+        "--tol",
+        type=number,
+        default=1e-3,
+        help="relative change of the eigenvalue at which power iteration stops, relative "
+        "residual at which Lanczos does",
+    )
+    add(
+        "--max-iterations",
+        type=integer(2),
+        default=100,
+        help="of power iteration and Lanczos; steps of the density",
+    )
+    add(
+        "--probes",
+        type=integer(2),
+        default=100,
+        help="random vectors of the trace and of each client's diagonal",
+    )
+    add(
+        "--diagonal",
+        default=None,
+        choices=["elementwise", "tensor", "none"],
+        help="reading of Diag(H_k); none leaves H_N and H_D out; without it elementwise, with --authors tensor",
+    )
+    add(
+        "--density",
+        type=integer(0),
+        default=0,
+        metavar="PROBES",
+        help="eigenvalue density from so many probes",
+    )
+    add(
+        "--landscape",
+        type=landscape,
+        default=0,
+        metavar="N",
+        help="loss surface on a grid of N x N points (the paper: 41)",
+    )
+    add(
+        "--directions",
+        default="hessian",
+        choices=["hessian", "filter"],
+        help="of the surface: the two top eigenvectors, or random ones, filter-normalised",
+    )
+    add(
+        "--radius",
+        type=number,
+        default=1.0,
+        help="the surface goes from -RADIUS to RADIUS along unit vectors",
+    )
+    add(
+        "--samples",
+        type=integer(2),
+        metavar="M",
+        help="use M random training samples (and M of each client); without it all",
+    )
+    add(
+        "--batch-size",
+        type=integer(1),
+        default=64,
+        help="samples at once; does not change the result, but for the ten batches of --authors",
+    )
     add("--authors", action="store_true", help="as the FedAlign code, see above")
     analysis.add_machine(parser)
     add("--seed", type=integer(0), default=0, help="of what the analysis draws")
-    add("--name", type=analysis.name, default="hessian", help="of the files written to the run folder")
+    add(
+        "--name",
+        type=analysis.name,
+        default="hessian",
+        help="of the files written to the run folder",
+    )
     args = parser.parse_args(argv)
     args.diagonal = args.diagonal or ("tensor" if args.authors else "elementwise")
     with common.one_line_errors("hessian_eval"):

@@ -10,6 +10,7 @@ State: none. Bytes per client and round: the model down, the model up.
 FedAlign paper, Table 5, row Mixup (54.0 +- 0.1):
     python mixup.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last --gamma 0.1
 """
+
 import torch.nn.functional as F
 
 import common
@@ -18,12 +19,14 @@ import common
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     if args.gamma:
-        worker.draw("beta", lambda rng, steps: rng.beta(args.gamma, args.gamma, steps).astype("float32"))
+        worker.draw(
+            "beta", lambda rng, steps: rng.beta(args.gamma, args.gamma, steps).astype("float32")
+        )
         worker.draw("order", lambda rng, steps: rng.random((steps, args.batch_size)))
 
     def step(x, y):
         if args.gamma:
-            beta, order = worker.row("beta"), worker.row("order")[:len(x)].argsort()
+            beta, order = worker.row("beta"), worker.row("order")[: len(x)].argsort()
             out = net(beta * x + (1 - beta) * x[order])
             loss = beta * F.cross_entropy(out, y) + (1 - beta) * F.cross_entropy(out, y[order])
         else:
@@ -39,7 +42,12 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--gamma", type=common.number(float, 0), default=0.1, help="of Beta(gamma, gamma); 0 is FedAvg")
+    parser.add_argument(
+        "--gamma",
+        type=common.number(float, 0),
+        default=0.1,
+        help="of Beta(gamma, gamma); 0 is FedAvg",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update)
 

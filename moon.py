@@ -15,6 +15,7 @@ cnn and cnn-moon have the head built in, so --projection is 0 for them unless gi
 FedAlign paper, Table 5, row MOON (55.0 +- 0.5):
     python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last --mu 1
 """
+
 import torch.nn.functional as F
 
 import common
@@ -22,7 +23,10 @@ import common
 
 def contrastive_loss(z, z_glob, z_prev, temperature):
     """Eq. 3, mean over the batch of features z, z_glob, z_prev, each (batch, width)."""
-    towards, away = F.cosine_similarity(z, z_glob) / temperature, F.cosine_similarity(z, z_prev) / temperature
+    towards, away = (
+        F.cosine_similarity(z, z_glob) / temperature,
+        F.cosine_similarity(z, z_prev) / temperature,
+    )
     return F.softplus(away - towards).mean()  # -log(e^t / (e^t + e^a)) = log(1 + e^(a - t))
 
 
@@ -37,7 +41,9 @@ def local_update(worker, client, server, args):
         out = net[-1](z)
         loss = F.cross_entropy(out, y)
         if args.mu:
-            loss = loss + args.mu * known * contrastive_loss(z, glob[:-1](x), prev[:-1](x), args.temperature)
+            loss = loss + args.mu * known * contrastive_loss(
+                z, glob[:-1](x), prev[:-1](x), args.temperature
+            )
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -50,8 +56,15 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.set_defaults(projection=None)
-    parser.add_argument("--mu", type=common.number(float, 0), default=1.0, help="weight of the contrastive term; 0 is FedAvg")
-    parser.add_argument("--temperature", type=common.number(float, 0, open_low=True), default=0.5, help="tau")
+    parser.add_argument(
+        "--mu",
+        type=common.number(float, 0),
+        default=1.0,
+        help="weight of the contrastive term; 0 is FedAvg",
+    )
+    parser.add_argument(
+        "--temperature", type=common.number(float, 0, open_low=True), default=0.5, help="tau"
+    )
     args = parser.parse_args(argv)
     if args.projection is None:
         args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256

@@ -14,6 +14,7 @@ rFedAvg paper, Table I, MNIST, row q-FedAvg, cross-silo, similarity 0%:
     python qfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 --clients 20 \\
         --rounds 60 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --drop-last --weighting uniform --q 1
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -31,7 +32,9 @@ def local_loss(net, batches, samples):
 @torch.no_grad()
 def aggregate(net, uploads, server, args):
     w, total, h = {k: v.clone() for k, v in net.named_parameters()}, {}, 0
-    lipschitz = args.lipschitz if args.h == "rfedavg" else 1 / common.learning_rate(args, server["round"])
+    lipschitz = (
+        args.lipschitz if args.h == "rfedavg" else 1 / common.learning_rate(args, server["round"])
+    )
 
     def summed():
         nonlocal h
@@ -51,7 +54,9 @@ def aggregate(net, uploads, server, args):
 
     common.average(net, summed(), {}, args)  # for the batch-norm statistics
     target = {k: (w[k] - total[k] / h).to(w[k]) for k in w}
-    for (_, v), new in zip(net.named_parameters(), common.server_step(w, target, server, args).values()):
+    for (_, v), new in zip(
+        net.named_parameters(), common.server_step(w, target, server, args).values()
+    ):
         v.copy_(new)
 
 
@@ -73,10 +78,19 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--q", type=common.number(float, 0), default=1.0,
-                        help="how much fairness; 0 is FedAvg with --weighting uniform")
+    parser.add_argument(
+        "--q",
+        type=common.number(float, 0),
+        default=1.0,
+        help="how much fairness; 0 is FedAvg with --weighting uniform",
+    )
     parser.add_argument("--h", default="paper", choices=["paper", "rfedavg"], help="whose h_k")
-    parser.add_argument("--lipschitz", type=common.number(float, 0, open_low=True), default=1.0, help="L of --h rfedavg")
+    parser.add_argument(
+        "--lipschitz",
+        type=common.number(float, 0, open_low=True),
+        default=1.0,
+        help="L of --h rfedavg",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update, aggregate)
 

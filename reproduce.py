@@ -17,6 +17,7 @@ Several --sweep make a grid. --clients 1 is the centralised bound.
 one or two optimizer steps for an epoch, clients and rounds divided as SMALL says. It shows that a table runs; it is no
 estimate of the published numbers, which are left out.
 """
+
 import argparse
 import itertools
 import pathlib
@@ -32,13 +33,26 @@ import common
 import compare
 import tables
 
-OURS = {"--seed": "--seeds", "--out": "--runs", "--resume": "--runs"}  # flags of a sweep's script that are not the user's
+OURS = {
+    "--seed": "--seeds",
+    "--out": "--runs",
+    "--resume": "--runs",
+}  # flags of a sweep's script that are not the user's
 ROOT = pathlib.Path(__file__).parent
 SMALL = {  # paper: what clients and rounds are divided by, and local steps that stand for an epoch
-    "FedAlign": (2, 2.5, 1), "FedCKA": (1, 10, 1), "FedMLB": (1, 25, 2), "rFedAvg": (2, 12.5, 1)}
+    "FedAlign": (2, 2.5, 1),
+    "FedCKA": (1, 10, 1),
+    "FedMLB": (1, 25, 2),
+    "rFedAvg": (2, 12.5, 1),
+}
 PATIENCE = 5  # seconds for a run to end by itself: Ctrl-C went to it as well, a kill did not
-DATA = {"tiny-imagenet": "tiny-imagenet-200", "imagenet-200": "imagenet", "femnist": "femnist", "sent140": "sent140",
-        "folder": ""}  # what is not downloaded, and its folder in --data-dir
+DATA = {
+    "tiny-imagenet": "tiny-imagenet-200",
+    "imagenet-200": "imagenet",
+    "femnist": "femnist",
+    "sent140": "sent140",
+    "folder": "",
+}  # what is not downloaded, and its folder in --data-dir
 WITHOUT_BLOCKS = ("stochdepth",)  # needs residual blocks, and a ResNet is no network for two cores
 
 
@@ -46,9 +60,18 @@ def cells_of(paper, table):
     """The cells of a table, parts (1a, 1b) together if only the number is given. UserError naming what there is."""
     papers = {p.lower(): p for p, _ in tables.all_cells()}
     if paper.lower() not in papers:
-        raise common.UserError(f"argument PAPER: must be one of {', '.join(papers)} or a method script, not {paper!r}")
-    name, there = papers[paper.lower()], [t for p, t in tables.all_cells() if p == papers[paper.lower()]]
-    chosen = [t for t in there if t.lower() == table.lower() or re.fullmatch(re.escape(table.lower()) + "[a-d]", t.lower())]
+        raise common.UserError(
+            f"argument PAPER: must be one of {', '.join(papers)} or a method script, not {paper!r}"
+        )
+    name, there = (
+        papers[paper.lower()],
+        [t for p, t in tables.all_cells() if p == papers[paper.lower()]],
+    )
+    chosen = [
+        t
+        for t in there
+        if t.lower() == table.lower() or re.fullmatch(re.escape(table.lower()) + "[a-d]", t.lower())
+    ]
     if not chosen:
         raise common.UserError(f"argument TABLE: {name} has {', '.join(there)}, not {table!r}")
     return [cell for t in chosen for cell in tables.all_cells()[name, t]]
@@ -58,14 +81,29 @@ def only(cells, text):
     """The cells of these methods, by the table's name for them or by script, and these data sets; all where none is named."""
     methods, datasets = [], []
     for word in text.lower().split(","):
-        named = [cell for cell in cells if cell.method.lower() == word] or [cell for cell in cells if cell.script == word]
-        data = [cell for cell in cells if word in (cell.dataset.lower(), tables.parsed(cell.command)["dataset"])]
+        named = [cell for cell in cells if cell.method.lower() == word] or [
+            cell for cell in cells if cell.script == word
+        ]
+        data = [
+            cell
+            for cell in cells
+            if word in (cell.dataset.lower(), tables.parsed(cell.command)["dataset"])
+        ]
         if not named and not data:
-            accepted = [", ".join(dict.fromkeys(getattr(cell, what) for cell in cells)) for what in ("method", "dataset")]
-            raise common.UserError(f"argument --only: no method or data set {word!r} in this table; "
-                                   f"it has {accepted[0]}; {accepted[1]}")
+            accepted = [
+                ", ".join(dict.fromkeys(getattr(cell, what) for cell in cells))
+                for what in ("method", "dataset")
+            ]
+            raise common.UserError(
+                f"argument --only: no method or data set {word!r} in this table; "
+                f"it has {accepted[0]}; {accepted[1]}"
+            )
         methods, datasets = methods + named, datasets + ([] if named else data)
-    chosen = [cell for cell in cells if (not methods or cell in methods) and (not datasets or cell in datasets)]
+    chosen = [
+        cell
+        for cell in cells
+        if (not methods or cell in methods) and (not datasets or cell in datasets)
+    ]
     if not chosen:
         raise common.UserError(f"argument --only: no cell of this table has both, {text!r}")
     return chosen
@@ -82,7 +120,7 @@ def small(cell, dataset):
 
     def put(flag, value=None):  # value None: without the flag
         at = words.index(flag) if flag in words else len(words)
-        words[at:at + 2] = [flag, str(value)] if value is not None else []
+        words[at : at + 2] = [flag, str(value)] if value is not None else []
 
     def number(flag):
         return int(words[words.index(flag) + 1])
@@ -108,7 +146,9 @@ def sweeps(texts):
         points = values.split("/" if several or "/" in values else ",")
         points = [point.split(",") if several else [point] for point in points]
         if not eq or not all(flags) or not all(len(p) == len(flags) and all(p) for p in points):
-            raise common.UserError(f"argument --sweep: takes FLAG=a,b,... or FLAG,FLAG=a,b/c,d/..., not {text!r}")
+            raise common.UserError(
+                f"argument --sweep: takes FLAG=a,b,... or FLAG,FLAG=a,b/c,d/..., not {text!r}"
+            )
         axes.append([dict(zip(flags, point)) for point in points])
     swept = [flag for axis in axes for flag in axis[0]]
     for flag in swept:
@@ -124,14 +164,23 @@ def with_seeds(args, todo):
     data, jobs = shlex.quote(args.data_dir or "data"), {}
     for seed in range(args.seeds):
         for folder, command in todo:
-            command = command.replace(" data/", f" {data}/") + f" --seed {seed}"  # word vectors lie beside the data
-            jobs[pathlib.Path(f"{folder}-seed{seed}")] = command + f" --data-dir {data}" * bool(args.data_dir)
+            command = (
+                command.replace(" data/", f" {data}/") + f" --seed {seed}"
+            )  # word vectors lie beside the data
+            jobs[pathlib.Path(f"{folder}-seed{seed}")] = command + f" --data-dir {data}" * bool(
+                args.data_dir
+            )
     return jobs
 
 
 def table_jobs(args, cells):
     """({run folder: command} in the order of running, {run folder: [(setting, method) in this table, ...]})."""
-    todo, labels, folders, left = {}, {}, {}, []  # cells whose command is the same at small scale share a folder
+    todo, labels, folders, left = (
+        {},
+        {},
+        {},
+        [],
+    )  # cells whose command is the same at small scale share a folder
     for cell in cells:
         if args.scale == "small" and cell.script in WITHOUT_BLOCKS:
             left.append(cell.method)
@@ -140,22 +189,36 @@ def table_jobs(args, cells):
         prefix = f"small-{args.dataset}-" if args.scale == "small" else ""
         place = f"{prefix}{own.paper.lower()}-{own.table.lower()}"
         command = small(own, args.dataset) if args.scale == "small" else own.command
-        folder = folders.setdefault(command, pathlib.Path(args.runs, place, slug(f"{prefix}{own.label} {own.method}")))
+        folder = folders.setdefault(
+            command, pathlib.Path(args.runs, place, slug(f"{prefix}{own.label} {own.method}"))
+        )
         todo[folder] = command
         # at small scale the setting is another one than the cell's: the flags tell it
-        label = (None, f"{cell.method} (small)") if args.scale == "small" else (cell.label, cell.method)
+        label = (
+            (None, f"{cell.method} (small)") if args.scale == "small" else (cell.label, cell.method)
+        )
         if label not in labels.setdefault(folder, []):
             labels[folder].append(label)
     if left:
-        print(f"left out at small scale, for want of residual blocks in cnn: {', '.join(dict.fromkeys(left))}")
-    names = {f"{folder}-seed{seed}": label for folder, label in labels.items() for seed in range(args.seeds)}
+        print(
+            f"left out at small scale, for want of residual blocks in cnn: {', '.join(dict.fromkeys(left))}"
+        )
+    names = {
+        f"{folder}-seed{seed}": label
+        for folder, label in labels.items()
+        for seed in range(args.seeds)
+    }
     return with_seeds(args, todo.items()), names
 
 
 def sweep_jobs(args, extra):
     """{run folder: command} of a script and --sweep."""
     source = ROOT / args.paper
-    if source.name != args.paper or not source.is_file() or "\ndef local_update(" not in source.read_text():
+    if (
+        source.name != args.paper
+        or not source.is_file()
+        or "\ndef local_update(" not in source.read_text()
+    ):
         raise common.UserError(f"argument PAPER: {args.paper} is no method script here")
     if not args.sweep:
         raise common.UserError("argument --sweep: needed after a script")
@@ -182,19 +245,42 @@ def state_of(folder, command):
     run, flags = compare.read_run(folder), tables.parsed(command)
     script = command.split()[0].removesuffix(".py")
     if run.script != script:
-        raise common.UserError(f"{folder}: holds a run of {run.script}.py, not {script}.py; move it away, or name other --runs")
+        raise common.UserError(
+            f"{folder}: holds a run of {run.script}.py, not {script}.py; move it away, or name other --runs"
+        )
     there, asked = compare.decisive(run.flags), compare.decisive(flags)
-    other = [k for k, v in asked.items() if k in there and there[k] != v and (k != "rounds" or there[k] > v)]
+    other = [
+        k
+        for k, v in asked.items()
+        if k in there and there[k] != v and (k != "rounds" or there[k] > v)
+    ]
     # of a record there are config.json and metrics.jsonl alone
-    finished = len(run.rows) >= flags["rounds"] and ((folder / "model.pt").exists() or not (folder / "checkpoint.pt").exists())
+    finished = len(run.rows) >= flags["rounds"] and (
+        (folder / "model.pt").exists() or not (folder / "checkpoint.pt").exists()
+    )
     # what is measured or kept beside the result has to be there as well
-    other += [k for k in ("client_test", *["save_clients"] * finished) if flags[k] and not run.flags.get(k)]
-    if not finished and len(run.rows) > run.flags.get("checkpoint_every", 1) and not (folder / "checkpoint.pt").exists():
-        raise common.UserError(f"{folder}: {len(run.rows)} of {flags['rounds']} rounds without a checkpoint cannot go on; move "
-                               "it away, or name other --runs")
+    other += [
+        k
+        for k in ("client_test", *["save_clients"] * finished)
+        if flags[k] and not run.flags.get(k)
+    ]
+    if (
+        not finished
+        and len(run.rows) > run.flags.get("checkpoint_every", 1)
+        and not (folder / "checkpoint.pt").exists()
+    ):
+        raise common.UserError(
+            f"{folder}: {len(run.rows)} of {flags['rounds']} rounds without a checkpoint cannot go on; move "
+            "it away, or name other --runs"
+        )
     if other:
-        name, had, want = other[0].replace("_", "-"), *(compare.words(f.get(other[0])) for f in (run.flags, flags))
-        raise common.UserError(f"{folder}: holds a run with --{name} {had}, not {want}; move it away, or name other --runs")
+        name, had, want = (
+            other[0].replace("_", "-"),
+            *(compare.words(f.get(other[0])) for f in (run.flags, flags)),
+        )
+        raise common.UserError(
+            f"{folder}: holds a run with --{name} {had}, not {want}; move it away, or name other --runs"
+        )
     return "finished" if finished else "begun"
 
 
@@ -213,7 +299,10 @@ def lacking(command):
 def run_all(jobs, deadline):
     """Run what is not finished. Returns (how many are finished, {folder: (exit code, why)} of the failed, whether the time was
     up)."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first, and would pass that on
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell's background jobs ignore the first, and would pass that on
         signal.signal(number, signal.default_int_handler)
     states = {folder: state_of(folder, command) for folder, command in jobs.items()}
     finished, failed = sum(state == "finished" for state in states.values()), {}
@@ -226,7 +315,12 @@ def run_all(jobs, deadline):
             continue
         if deadline and time.monotonic() >= deadline:
             return finished, failed, True
-        line = [*shlex.split(command), "--out", str(folder), *["--resume"] * (states[folder] == "begun")]
+        line = [
+            *shlex.split(command),
+            "--out",
+            str(folder),
+            *["--resume"] * (states[folder] == "begun"),
+        ]
         print(f"\n[{number}/{len(jobs)}] python {shlex.join(line)}", flush=True)
         code, said = call(line, deadline)
         if code is None:
@@ -240,8 +334,10 @@ def run_all(jobs, deadline):
 def call(line, deadline=None):
     """Run a command line to its end: (exit code, the last line on stderr), or (None, "") when the time was up. On a terminal
     its stderr, where a bar moves, is left to it."""
-    child = subprocess.Popen([sys.executable, str(ROOT / line[0]), *line[1:]],
-                             stderr=None if sys.stderr.isatty() else subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, str(ROOT / line[0]), *line[1:]],
+        stderr=None if sys.stderr.isatty() else subprocess.PIPE,
+    )
     said = [""]
 
     def listen():
@@ -249,6 +345,7 @@ def call(line, deadline=None):
             text = text.decode(errors="replace")
             sys.stderr.write(text)
             said[0] = text.strip() or said[0]
+
     ear = threading.Thread(target=listen, daemon=True)
     if child.stderr:
         ear.start()
@@ -282,11 +379,17 @@ def after(jobs, cells):
     for paper, table in dict.fromkeys((cell.paper, cell.table) for cell in cells):
         template = tables.AFTER.get((paper, table), "")
         if "{command}" in template:
-            methods = {(cell.dataset, cell.method): cell.command for cell in reversed(cells)}  # one setting a method is enough
+            methods = {
+                (cell.dataset, cell.method): cell.command for cell in reversed(cells)
+            }  # one setting a method is enough
             yield from (template.format(command=command) for command in reversed(methods.values()))
         elif template:
-            left = [shlex.quote(str(folder)) for folder in jobs if not (folder / "hessian.json").exists()
-                    and ((folder / "model.pt").exists() or not (folder / "config.json").exists())]  # no mere record
+            left = [
+                shlex.quote(str(folder))
+                for folder in jobs
+                if not (folder / "hessian.json").exists()
+                and ((folder / "model.pt").exists() or not (folder / "config.json").exists())
+            ]  # no mere record
             yield from [template.format(runs=" ".join(left))] if left else []
 
 
@@ -295,21 +398,45 @@ def main(argv=None):
     script = next((word for word in argv if re.fullmatch(r"\w+\.py", word)), None)
     if script:  # whose own flags may stand anywhere
         at = argv.index(script)
-        argv = [script, *argv[:at], *argv[at + 1:]]
+        argv = [script, *argv[:at], *argv[at + 1 :]]
     parser = common.PlainParser(__doc__)
     add = parser.add_argument
-    add("paper", metavar="PAPER", help="fedalign, fedcka, fedmlb or rfedavg; or a method script, with --sweep")
+    add(
+        "paper",
+        metavar="PAPER",
+        help="fedalign, fedcka, fedmlb or rfedavg; or a method script, with --sweep",
+    )
     if not script:
         add("table", metavar="TABLE", help="its number, or figN")
-        add("--only", metavar="NAME,...",
-            help="these methods alone, by the table's name or by script, and these data sets: FedAvg,fedprox,MNIST")
+        add(
+            "--only",
+            metavar="NAME,...",
+            help="these methods alone, by the table's name or by script, and these data sets: FedAvg,fedprox,MNIST",
+        )
         add("--scale", default="paper", choices=["paper", "small"], help="small: for two CPU cores")
-        add("--dataset", choices=["glyphs", "folder"], help="data of --scale small, glyphs if not said")
-    add("--sweep", action="append", metavar="FLAG=VALUES", help="values of a flag of a script, see above")
-    add("--dry-run", action="store_true", help="print the commands of what is not finished, and stop")
+        add(
+            "--dataset",
+            choices=["glyphs", "folder"],
+            help="data of --scale small, glyphs if not said",
+        )
+    add(
+        "--sweep",
+        action="append",
+        metavar="FLAG=VALUES",
+        help="values of a flag of a script, see above",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the commands of what is not finished, and stop",
+    )
     add("--seeds", type=common.number(int, 1), default=1, help="seeds 0, 1, ... of each cell")
-    add("--limit", type=common.number(float, 0, open_low=True), metavar="MINUTES",
-        help="stop cleanly after so long; what is kept is up to the last finished round")
+    add(
+        "--limit",
+        type=common.number(float, 0, open_low=True),
+        metavar="MINUTES",
+        help="stop cleanly after so long; what is kept is up to the last finished round",
+    )
     add("--data-dir", metavar="DIR", help="passed on to the scripts")
     add("--runs", metavar="DIR", default="runs", help="where the tables' folders of runs are made")
     compare.add_flags(parser)
@@ -330,13 +457,23 @@ def as_published(args, cells):
     shown = tables.DRAWN.get((paper, table), tables.FIGURES.get((paper, table), ("",) * 4)[3])
     shown = shown.replace("--x epochs", "--x local_steps" if small_ else "--x epochs").split()
     known = set().union(compare.AXES, *(tables.parsed(cell.command) for cell in cells))
-    if "--x" in shown and shown[shown.index("--x") + 1] not in known:  # --only may leave none that has the flag
+    if (
+        "--x" in shown and shown[shown.index("--x") + 1] not in known
+    ):  # --only may leave none that has the flag
         shown = []
     for flag, value in zip(shown[::2], shown[1::2]):
         name = flag.lstrip("-")
         if getattr(args, name) is None:
             words = value.split(",")
-            setattr(args, name, words if name == "y" else [float(word) for word in words] if name == "target" else value)
+            setattr(
+                args,
+                name,
+                words
+                if name == "y"
+                else [float(word) for word in words]
+                if name == "target"
+                else value,
+            )
     args.drawn = None
     if table.startswith("fig") and not args.plot:  # our own picture, drawn anew each time
         prefix = f"small-{args.dataset}-" if small_ else ""
@@ -354,12 +491,17 @@ def show(view, cells, jobs, names, all_there):
     if not any(compare.read_run(folder).rows for folder in begun):
         return
     wanted = {(cell.paper, cell.table) for cell in cells if not cell.table.startswith("fig")}
-    for flag in () if all_there else ("csv", "plot"):  # the same command writes them when all is there
+    for flag in (
+        () if all_there else ("csv", "plot")
+    ):  # the same command writes them when all is there
         if getattr(view, flag):
             print(f"--{flag} {getattr(view, flag)} waits until all runs are finished\n")
             setattr(view, flag, None)
     view.plot = getattr(view, "drawn", None) or view.plot
-    if not any(view.x in run.flags for run in map(compare.read_run, begun)) and view.x not in compare.AXES:
+    if (
+        not any(view.x in run.flags for run in map(compare.read_run, begun))
+        and view.x not in compare.AXES
+    ):
         view.x = "rounds"  # its runs failed
     compare.report(begun, view, names, published=not cells or view.scale != "small", wanted=wanted)
 
@@ -381,14 +523,23 @@ def reproduce(args, extra):
         cells = cells if args.only is None else only(cells, args.only)
         jobs, names = table_jobs(args, cells)
     # the parts of a figure, 9a to 9d, are shown each by itself
-    apart = [list(part) for _, part in itertools.groupby(cells, lambda cell: cell.table.startswith("fig") and cell.table)]
+    apart = [
+        list(part)
+        for _, part in itertools.groupby(
+            cells, lambda cell: cell.table.startswith("fig") and cell.table
+        )
+    ]
     for flag in ("plot", "csv") if len(apart) > 1 else ():
         if getattr(args, flag):
-            raise common.UserError(f"argument --{flag}: {args.table} has {len(apart)} parts; name one of "
-                                   f"{', '.join(part[0].table for part in apart)}")
+            raise common.UserError(
+                f"argument --{flag}: {args.table} has {len(apart)} parts; name one of "
+                f"{', '.join(part[0].table for part in apart)}"
+            )
     views = [as_published(args, part) for part in apart] or [args]
     compare.check_outputs(args)
-    flags = [tables.parsed(command) for command in dict.fromkeys(jobs.values())]  # every line, before any long work
+    flags = [
+        tables.parsed(command) for command in dict.fromkeys(jobs.values())
+    ]  # every line, before any long work
     for view in views:
         compare.check_x(view, flags)
     for command, own in zip(dict.fromkeys(jobs.values()), flags):
@@ -396,13 +547,18 @@ def reproduce(args, extra):
             raise common.UserError(f"argument --over: {command.split()[0]} has no flag {args.over}")
     states = {folder: state_of(folder, command) for folder, command in jobs.items()}
     if small_:
-        print(f"SMALL SCALE, not the setting of {cells[0].paper}'s {args.table}: cnn on {args.dataset}, fewer clients and "
-              "rounds, optimizer steps for local epochs")
+        print(
+            f"SMALL SCALE, not the setting of {cells[0].paper}'s {args.table}: cnn on {args.dataset}, fewer clients and "
+            "rounds, optimizer steps for local epochs"
+        )
     ends = [] if small_ else list(after(jobs, cells))
     if args.dry_run:
         for folder, command in jobs.items():
             if states[folder] != "finished":
-                print(f"python {command} --out {shlex.quote(str(folder))}" + " --resume" * (states[folder] == "begun"))
+                print(
+                    f"python {command} --out {shlex.quote(str(folder))}"
+                    + " --resume" * (states[folder] == "begun")
+                )
         print("".join(f"python {line}\n" for line in ends), end="")
         return 0
     if any(getattr(view, "drawn", None) for view in views):
@@ -417,8 +573,13 @@ def reproduce(args, extra):
             stopped = code is None
             if code:
                 failed[line] = code, said or f"exit code {code}"
-    print(f"\n{finished} of {total} runs finished" + f", {len(failed)} failed" * bool(failed)
-          + "; the same command goes on" * bool(stopped) + "\n", flush=True)
+    print(
+        f"\n{finished} of {total} runs finished"
+        + f", {len(failed)} failed" * bool(failed)
+        + "; the same command goes on" * bool(stopped)
+        + "\n",
+        flush=True,
+    )
     for view, part in zip(views, apart or [cells]):
         if len(views) > 1:
             print(f"{part[0].paper} {part[0].table}\n")

@@ -22,6 +22,7 @@ rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%:
         --similarity 0 --clients 20 --rounds 200 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 \\
         --augment none --drop-last --weighting uniform --variant rfedavg+ --lam 1e-5
 """
+
 import dataclasses
 
 import torch
@@ -52,8 +53,10 @@ def delta_of(worker, client, server, args):
     batches = worker.batches(client)
     code = args.reading == "code"
     if code:
-        order = common.keyed("delta", args.seed, server["round"], client.id).permutation(client.index)
-        batches = worker.batches(dataclasses.replace(client, index=order[:args.batch_size]))
+        order = common.keyed("delta", args.seed, server["round"], client.id).permutation(
+            client.index
+        )
+        batches = worker.batches(dataclasses.replace(client, index=order[: args.batch_size]))
     delta = mean_feature(worker.net, batches)
     key = args.seed, server["round"], client.id
     if args.noise and not code:
@@ -68,11 +71,17 @@ def targets(server, client, args):
     """The deltas, (., d), that client k is drawn towards; None if there are none."""
     deltas = server.get("deltas", {})
     shared = args.reading == "code" and args.variant == "rfedavg+"  # all clients get the same mean
-    ids = [j for j in deltas if (shared or j != client.id) and (args.reading == "paper" or j in server["clients"])]
+    ids = [
+        j
+        for j in deltas
+        if (shared or j != client.id) and (args.reading == "paper" or j in server["clients"])
+    ]
     others = torch.stack([deltas[j] for j in ids]) if ids else None
     if shared and ids and args.noise:
         others = others.mean(0, keepdim=True)
-        others = others + noise(others[0], args.noise / args.batch_size**0.5, args.seed, server["round"])
+        others = others + noise(
+            others[0], args.noise / args.batch_size**0.5, args.seed, server["round"]
+        )
     return others
 
 
@@ -132,18 +141,37 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--variant", default="rfedavg+", choices=["rfedavg", "rfedavg+"])
-    parser.add_argument("--lam", type=common.number(float, 0), default=1e-4, help="lambda; 0 is FedAvg")
-    parser.add_argument("--reading", default="paper", choices=["paper", "code"],
-                        help="the paper's deltas, or the authors' code's")
-    parser.add_argument("--noise", type=common.number(float, 0), default=0.0, help="sigma of the Gaussian noise; 0 is none")
-    parser.add_argument("--noise-clip", type=common.number(float, 0, open_low=True),
-                        help="C, the norm delta is clipped to; needed with --noise")
+    parser.add_argument(
+        "--lam", type=common.number(float, 0), default=1e-4, help="lambda; 0 is FedAvg"
+    )
+    parser.add_argument(
+        "--reading",
+        default="paper",
+        choices=["paper", "code"],
+        help="the paper's deltas, or the authors' code's",
+    )
+    parser.add_argument(
+        "--noise",
+        type=common.number(float, 0),
+        default=0.0,
+        help="sigma of the Gaussian noise; 0 is none",
+    )
+    parser.add_argument(
+        "--noise-clip",
+        type=common.number(float, 0, open_low=True),
+        help="C, the norm delta is clipped to; needed with --noise",
+    )
     args = parser.parse_args(argv)
     if args.noise and not args.noise_clip and args.reading == "paper":
         parser.error("argument --noise-clip: needed by --noise")
     if args.noise_clip and not (args.noise and args.reading == "paper"):
         parser.error("argument --noise-clip: only read with --noise and --reading paper")
-    return common.run(args, local_update, aggregate, after_round=synchronise if args.variant == "rfedavg+" else None)
+    return common.run(
+        args,
+        local_update,
+        aggregate,
+        after_round=synchronise if args.variant == "rfedavg+" else None,
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD:
     python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
         --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -65,7 +66,12 @@ def local_update(worker, client, server, args):
     c = worker.pin("c", client.download(server.get("c", zeros)))
     c_k = worker.pin("c_k", client.state.get("c") or zeros)
     w = worker.pin("w", params)
-    in_gradient = args.correction == "gradient" or args.correction == "auto" and not args.momentum and args.optimizer == "sgd"
+    in_gradient = (
+        args.correction == "gradient"
+        or args.correction == "auto"
+        and not args.momentum
+        and args.optimizer == "sgd"
+    )
     if args.option == 1:
         c_new = gradient(net, worker.batches(client), len(client))
 
@@ -92,7 +98,9 @@ def local_update(worker, client, server, args):
         if not worker.sizes:  # --drop-last left it nothing to train on
             c_new = list(c_k)
         elif args.option == 2:
-            c_new = [b - a + (w_ - p) / (steps * worker.lr) for p, w_, a, b in zip(params, w, c, c_k)]
+            c_new = [
+                b - a + (w_ - p) / (steps * worker.lr) for p, w_, a, b in zip(params, w, c, c_k)
+            ]
         client.state["c"] = c_new
         return {"dc": [new - b for new, b in zip(c_new, c_k)]}
 
@@ -100,10 +108,17 @@ def local_update(worker, client, server, args):
 def main(argv=None):
     parser = common.flags(__doc__)
     parser.add_argument("--option", type=int, default=2, choices=[1, 2], help="how c_k is renewed")
-    parser.add_argument("--correction", default="auto", choices=["auto", "step", "gradient"], help="where the correction goes")
+    parser.add_argument(
+        "--correction",
+        default="auto",
+        choices=["auto", "step", "gradient"],
+        help="where the correction goes",
+    )
     args = parser.parse_args(argv)
     if args.correction == "gradient" and args.momentum and args.persist_opt:
-        parser.error("argument --persist-opt: --correction gradient needs momentum to start at zero; use --correction step")
+        parser.error(
+            "argument --persist-opt: --correction gradient needs momentum to start at zero; use --correction step"
+        )
     return common.run(args, local_update, aggregate)
 
 

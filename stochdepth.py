@@ -13,6 +13,7 @@ FedAlign paper, Table 5, row StochDepth (55.5 +- 0.2):
     python stochdepth.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
         --keep 0.9
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -48,8 +49,12 @@ def adapt(net, args):
     """Make the residual blocks of net stochastic."""
     if args.keep == 1:
         return
-    stages = [(stage, i) for stage in net.children() for i, block in enumerate(stage.children())
-              if isinstance(block, common.Residual)]
+    stages = [
+        (stage, i)
+        for stage in net.children()
+        for i, block in enumerate(stage.children())
+        if isinstance(block, common.Residual)
+    ]
     if not stages:
         raise common.UserError(f"--model {args.model}: no residual blocks to skip; use a resnet")
     for (stage, i), keep in zip(stages, keep_probabilities(len(stages), args.keep, args.rule)):
@@ -60,7 +65,12 @@ def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     blocks = [m for m in net.modules() if isinstance(m, StochasticResidual)]
     if blocks:
-        worker.draw("kept", lambda rng, steps: (rng.random((steps, len(blocks))) < [b.keep for b in blocks]).astype("float32"))
+        worker.draw(
+            "kept",
+            lambda rng, steps: (rng.random((steps, len(blocks))) < [b.keep for b in blocks]).astype(
+                "float32"
+            ),
+        )
 
     def step(x, y):
         if blocks:
@@ -78,9 +88,15 @@ def local_update(worker, client, server, args):
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--keep", type=common.number(float, 0, 1), default=0.9, help="rho_L; 1 is FedAvg")
-    parser.add_argument("--rule", default="paper", choices=["paper", "code"],
-                        help="how rho_l falls: 1 - l/L (1 - rho_L), or from 1")
+    parser.add_argument(
+        "--keep", type=common.number(float, 0, 1), default=0.9, help="rho_L; 1 is FedAvg"
+    )
+    parser.add_argument(
+        "--rule",
+        default="paper",
+        choices=["paper", "code"],
+        help="how rho_l falls: 1 - l/L (1 - rho_L), or from 1",
+    )
     args = parser.parse_args(argv)
     return common.run(args, local_update, adapt=adapt)
 

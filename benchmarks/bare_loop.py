@@ -5,6 +5,7 @@ line a repeat, then medians and the ratio, then the same as JSON. Takes fedavg.p
     python benchmarks/bare_loop.py
     python benchmarks/bare_loop.py --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --samples 50000
 """
+
 import json
 import pathlib
 import statistics
@@ -23,8 +24,16 @@ import fedavg  # noqa: E402
 def bare(args, data, samples):
     """Samples/s of a plain loop over that many samples."""
     torch.manual_seed(args.seed)
-    net = common.build_net(args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection).to(args.device)
-    opt = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov)
+    net = common.build_net(
+        args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection
+    ).to(args.device)
+    opt = torch.optim.SGD(
+        net.parameters(),
+        args.lr,
+        args.momentum,
+        weight_decay=args.weight_decay,
+        nesterov=args.nesterov,
+    )
     x, y = data.normalise(data.x).to(args.device), data.y.to(args.device)
     net.train()
     start = time.perf_counter()
@@ -64,16 +73,37 @@ def summarise(args, name, figures, **more):
     plain, fast = (statistics.median(column) for column in zip(*figures))
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{plain:12,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
-    print(json.dumps({"model": args.model, "batch_size": args.batch_size, "machine": common.hardware(args.device),
-                      "torch": torch.__version__, "commit": common._commit(), **more,
-                      name: plain, "fedavg": fast, "ratio": ratio}))
+    print(
+        json.dumps(
+            {
+                "model": args.model,
+                "batch_size": args.batch_size,
+                "machine": common.hardware(args.device),
+                "torch": torch.__version__,
+                "commit": common._commit(),
+                **more,
+                name: plain,
+                "fedavg": fast,
+                "ratio": ratio,
+            }
+        )
+    )
 
 
 def main(argv=None):
     parser = common.flags(__doc__)
-    parser.add_argument("--samples", type=common.number(int, 100), default=20_000, help="training images of all clients")
-    parser.add_argument("--repeats", type=common.number(int, 1), default=5, help="times that each loop is measured")
-    parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none")
+    parser.add_argument(
+        "--samples",
+        type=common.number(int, 100),
+        default=20_000,
+        help="training images of all clients",
+    )
+    parser.add_argument(
+        "--repeats", type=common.number(int, 1), default=5, help="times that each loop is measured"
+    )
+    parser.set_defaults(
+        dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1, augment="none"
+    )
     args = parser.parse_args(argv)
     data, figures = random_images(args), []
     print("   bare loop  fedavg.py   samples/s")

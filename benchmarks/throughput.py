@@ -9,6 +9,7 @@ same combinations and is what "time" is relative to: seconds to train and aggreg
 fedavg.py's. The combinations take turns, so that a noisy moment meets all of them. A round is the median of all but the first,
 which pays for warm-up and graph capture. Prints a line a combination (medians over the repeats) and the same as JSON.
 """
+
 import argparse
 import itertools
 import json
@@ -21,13 +22,31 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEFAULTS = ["--dataset", "glyphs", "--model", "cnn", "--clients", "10", "--partition", "iid", "--epochs", "1"]
+DEFAULTS = [
+    "--dataset",
+    "glyphs",
+    "--model",
+    "cnn",
+    "--clients",
+    "10",
+    "--partition",
+    "iid",
+    "--epochs",
+    "1",
+]
 
 
 def measure(script, flags):
     """Medians over the rounds but the first of one run, and its peak memory; None when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / f"{script}.py"), *flags, "--quiet", "--out", f"{folder}/run"]
+        command = [
+            sys.executable,
+            str(ROOT / f"{script}.py"),
+            *flags,
+            "--quiet",
+            "--out",
+            f"{folder}/run",
+        ]
         process = subprocess.Popen(command)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
@@ -41,18 +60,35 @@ def measure(script, flags):
     host = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     device = rows[-1]["peak_memory"] if config["flags"]["device"] != "cpu" else None
     training = [s["train"] + s["aggregate"] + s["synchronise"] for s in parts]
-    return {"seconds": seconds, "per_sample": statistics.median(t / row["samples"] for t, row in zip(training, later)),
-            "host": host, "device": device, "workers": config["workers"], "machine": config["device"],
-            "torch": config["versions"]["torch"], "commit": config["commit"]}
+    return {
+        "seconds": seconds,
+        "per_sample": statistics.median(t / row["samples"] for t, row in zip(training, later)),
+        "host": host,
+        "device": device,
+        "workers": config["workers"],
+        "machine": config["device"],
+        "torch": config["versions"]["torch"],
+        "commit": config["commit"],
+    }
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("scripts", nargs="+", metavar="SCRIPT", help="method scripts, such as fedalign or 'fedcka --layers 2'")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "scripts",
+        nargs="+",
+        metavar="SCRIPT",
+        help="method scripts, such as fedalign or 'fedcka --layers 2'",
+    )
     parser.add_argument("--workers", default="auto", help="numbers, or auto, separated by commas")
     parser.add_argument("--graph", default="on", help="on, off, or on,off")
-    parser.add_argument("--precision", default="fp32", help="fp32, tf32 and bf16, separated by commas")
+    parser.add_argument(
+        "--precision", default="fp32", help="fp32, tf32 and bf16, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a run, at least two")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each combination")
     args, flags = parser.parse_known_args(argv)
@@ -60,39 +96,73 @@ def main(argv=None):
         parser.error("argument --rounds, --repeats: at least two rounds and one repeat are needed")
     if not set(args.graph.split(",")) <= {"on", "off"}:
         parser.error(f"argument --graph: takes on, off, or on,off, not {args.graph!r}")
-    scripts = [shlex.split(text.replace(".py", "", 1)) for text in ["fedavg", *(s for s in args.scripts if s != "fedavg")]]
+    scripts = [
+        shlex.split(text.replace(".py", "", 1))
+        for text in ["fedavg", *(s for s in args.scripts if s != "fedavg")]
+    ]
     for script, *_ in scripts:
         if not (ROOT / f"{script}.py").is_file():
             parser.error(f"argument SCRIPT: there is no {script}.py")
-    machine = list(itertools.product(args.workers.split(","), args.graph.split(","), args.precision.split(",")))
+    machine = list(
+        itertools.product(args.workers.split(","), args.graph.split(","), args.precision.split(","))
+    )
     found = {(tuple(script), how): [] for script in scripts for how in machine}
     for _ in range(args.repeats):
         for script, (workers, graph, precision) in found:
-            how = ["--workers", workers, "--graph" if graph == "on" else "--no-graph", "--precision", precision]
+            how = [
+                "--workers",
+                workers,
+                "--graph" if graph == "on" else "--no-graph",
+                "--precision",
+                precision,
+            ]
             words = [*DEFAULTS, "--rounds", str(args.rounds), *flags, *script[1:], *how]
             found[script, (workers, graph, precision)].append(measure(script[0], words))
 
-    print(f"{'script':28} workers graph precision  samples/s   train  aggregate  evaluate  other s  host GiB  GPU GiB  time")
+    print(
+        f"{'script':28} workers graph precision  samples/s   train  aggregate  evaluate  other s  host GiB  GPU GiB  time"
+    )
     table = []
     for (script, how), runs in found.items():
-        pairs = [(run, base) for run, base in zip(runs, found[tuple(scripts[0]), how]) if run and base]
+        pairs = [
+            (run, base) for run, base in zip(runs, found[tuple(scripts[0]), how]) if run and base
+        ]
         if not pairs:
             continue
         one = pairs[0][0]
-        row = {"script": shlex.join(script), "workers": one["workers"], "graph": how[1], "precision": how[2],
-               "samples_per_s": statistics.median(1 / run["per_sample"] for run, _ in pairs),
-               "seconds": {part: statistics.median(run["seconds"][part] for run, _ in pairs) for part in one["seconds"]},
-               "host_bytes": max(run["host"] for run, _ in pairs), "device_bytes": one["device"], "repeats": len(pairs),
-               "time": statistics.median(run["per_sample"] / base["per_sample"] for run, base in pairs)}
+        row = {
+            "script": shlex.join(script),
+            "workers": one["workers"],
+            "graph": how[1],
+            "precision": how[2],
+            "samples_per_s": statistics.median(1 / run["per_sample"] for run, _ in pairs),
+            "seconds": {
+                part: statistics.median(run["seconds"][part] for run, _ in pairs)
+                for part in one["seconds"]
+            },
+            "host_bytes": max(run["host"] for run, _ in pairs),
+            "device_bytes": one["device"],
+            "repeats": len(pairs),
+            "time": statistics.median(
+                run["per_sample"] / base["per_sample"] for run, base in pairs
+            ),
+        }
         table.append(row)
-        s, device = row["seconds"], "      -" if one["device"] is None else f"{one['device'] / 2**30:7.2f}"
-        print(f"{row['script']:28} {row['workers']:7} {how[1]:>5} {how[2]:>9} {row['samples_per_s']:10,.0f} {s['train']:7.2f} "
-              f"{s['aggregate'] + s['synchronise']:10.2f} {s['evaluate']:9.2f} {s['other']:8.2f} "
-              f"{row['host_bytes'] / 2**30:9.2f} {device}  {row['time']:.2f}")
+        s, device = (
+            row["seconds"],
+            "      -" if one["device"] is None else f"{one['device'] / 2**30:7.2f}",
+        )
+        print(
+            f"{row['script']:28} {row['workers']:7} {how[1]:>5} {how[2]:>9} {row['samples_per_s']:10,.0f} {s['train']:7.2f} "
+            f"{s['aggregate'] + s['synchronise']:10.2f} {s['evaluate']:9.2f} {s['other']:8.2f} "
+            f"{row['host_bytes'] / 2**30:9.2f} {device}  {row['time']:.2f}"
+        )
     if not table:
         return 1
     machine = {key: one[key] for key in ("machine", "torch", "commit")}
-    print(json.dumps({**machine, "flags": [*DEFAULTS, *flags], "rounds": args.rounds, "table": table}))
+    print(
+        json.dumps({**machine, "flags": [*DEFAULTS, *flags], "rounds": args.rounds, "table": table})
+    )
     return 0
 
 

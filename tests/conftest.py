@@ -7,7 +7,21 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
 
-TINY = ["--dataset", "glyphs", "--model", "cnn", "--clients", "4", "--rounds", "2", "--epochs", "1", "--batch-size", "32", "--quiet"]
+TINY = [
+    "--dataset",
+    "glyphs",
+    "--model",
+    "cnn",
+    "--clients",
+    "4",
+    "--rounds",
+    "2",
+    "--epochs",
+    "1",
+    "--batch-size",
+    "32",
+    "--quiet",
+]
 
 
 @pytest.fixture(autouse=True)

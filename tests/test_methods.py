@@ -1,4 +1,5 @@
 """Every method script: it runs, it is FedAvg when switched off, its numbers are right, its diff is small."""
+
 import ast
 import copy
 import difflib
@@ -49,12 +50,25 @@ METHODS = {  # script: (flags that switch the method off, most code lines that i
     "rfedavg": (["--lam", "0"], 87),
     "qfedavg": (None, 38),
 }
-RESNET = ["--model", "resnet56", "--local-steps", "2", "--clients", "2", "--batch-size", "16", "--rounds", "1"]
+RESNET = [
+    "--model",
+    "resnet56",
+    "--local-steps",
+    "2",
+    "--clients",
+    "2",
+    "--batch-size",
+    "16",
+    "--rounds",
+    "1",
+]
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 
 
 def final(name, out, *argv):
-    small = RESNET if name == "stochdepth" and "--model" not in argv else []  # it needs residual blocks
+    small = (
+        RESNET if name == "stochdepth" and "--model" not in argv else []
+    )  # it needs residual blocks
     net, rows = SCRIPTS[name].main([*TINY, *small, "--out", str(out), *argv])
     return net.state_dict(), rows
 
@@ -70,7 +84,9 @@ def plain_final(out, *argv):
 
 
 def test_every_script_is_listed():
-    assert {p.stem for p in ROOT.glob("*.py") if "\ndef local_update(" in p.read_text()} == set(METHODS)
+    assert {p.stem for p in ROOT.glob("*.py") if "\ndef local_update(" in p.read_text()} == set(
+        METHODS
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -83,33 +99,64 @@ def test_trains(tmp_path, name):
     assert same(weights, plain_final(tmp_path / "plain", *flags)) == (name == "fedavg")
 
 
-@pytest.mark.parametrize("name, model", [(name, "cnn") for name, (off, _) in METHODS.items() if off is not None] + [
-    (name, "resnet56") for name in ("stochdepth", "gradaug", "fedalign", "fedcka", "fedmlb", "rfedavg")])  # these might touch batch norm
+@pytest.mark.parametrize(
+    "name, model",
+    [(name, "cnn") for name, (off, _) in METHODS.items() if off is not None]
+    + [
+        (name, "resnet56")
+        for name in ("stochdepth", "gradaug", "fedalign", "fedcka", "fedmlb", "rfedavg")
+    ],
+)  # these might touch batch norm
 def test_off_is_fedavg(tmp_path, name, model):
-    flags = RESNET if model == "resnet56" else ["--model", model, "--sample", "0.5", "--epochs", "2"]
-    flags = [*flags, *(["--projection", "256"] if name == "moon" else []), *(["--clip", "10"] if name == "fedmlb" else [])]
+    flags = (
+        RESNET if model == "resnet56" else ["--model", model, "--sample", "0.5", "--epochs", "2"]
+    )
+    flags = [
+        *flags,
+        *(["--projection", "256"] if name == "moon" else []),
+        *(["--clip", "10"] if name == "fedmlb" else []),
+    ]
     off, _ = final(name, tmp_path / "off", *flags, *METHODS[name][0])
     assert same(off, plain_final(tmp_path / "plain", *flags))
 
 
-@pytest.mark.parametrize("name, flags, plain", [
-    ("qfedavg", ["--q", "0"], ["--weighting", "uniform"]), ("fedavg", ["--server", "avgm", "--server-momentum", "0"], []),
-    ("scaffold", ["--rounds", "1"], ["--rounds", "1"]), ("scaffold", ["--rounds", "1", "--momentum", "0"], ["--rounds", "1", "--momentum", "0"]),
-    ("feddyn", ["--dyn-alpha", "0"], ["--weighting", "uniform"])])
+@pytest.mark.parametrize(
+    "name, flags, plain",
+    [
+        ("qfedavg", ["--q", "0"], ["--weighting", "uniform"]),
+        ("fedavg", ["--server", "avgm", "--server-momentum", "0"], []),
+        ("scaffold", ["--rounds", "1"], ["--rounds", "1"]),
+        ("scaffold", ["--rounds", "1", "--momentum", "0"], ["--rounds", "1", "--momentum", "0"]),
+        ("feddyn", ["--dyn-alpha", "0"], ["--weighting", "uniform"]),
+    ],
+)
 def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
     """Where the formula rounds differently: the same to 1e-6."""
     a, b = final(name, tmp_path / "off", *flags)[0], final("fedavg", tmp_path / "plain", *plain)[0]
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
-VARIANTS = [*((name, []) for name in METHODS), ("scaffold", ["--correction", "gradient"]), ("fedmlb", ["--dyn-alpha", "0.1"]),
-            ("rfedavg", ["--variant", "rfedavg"]), ("rfedavg", ["--reading", "code", "--noise", "3"]), ("fedkd", ["--hint", "features"])]
+VARIANTS = [
+    *((name, []) for name in METHODS),
+    ("scaffold", ["--correction", "gradient"]),
+    ("fedmlb", ["--dyn-alpha", "0.1"]),
+    ("rfedavg", ["--variant", "rfedavg"]),
+    ("rfedavg", ["--reading", "code", "--noise", "3"]),
+    ("fedkd", ["--hint", "features"]),
+]
 
 
 @pytest.mark.parametrize("name, more", VARIANTS)
 def test_one_closure_serves_all_clients(tmp_path, monkeypatch, name, more):
     """What a captured CUDA graph does: the step of a worker's first client is run for all others, in all rounds."""
-    flags = ["--workers", "1", "--lr-decay", "0.9", *more, *(["--rounds", "2"] if name == "stochdepth" else ["--epochs", "2"])]
+    flags = [
+        "--workers",
+        "1",
+        "--lr-decay",
+        "0.9",
+        *more,
+        *(["--rounds", "2"] if name == "stochdepth" else ["--epochs", "2"]),
+    ]
     expected, _ = final(name, tmp_path / "each", *flags)
     monkeypatch.setattr(common.Worker, "keep_first_step", True)
     assert same(expected, final(name, tmp_path / "first", *flags)[0])
@@ -117,13 +164,29 @@ def test_one_closure_serves_all_clients(tmp_path, monkeypatch, name, more):
 
 class Waits(TorchDispatchMode):
     """Raises on what, on a GPU, makes the host wait for the device, or copies from the host: neither may be in a CUDA graph."""
+
     aten = torch.ops.aten
-    WAITING = {aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
-               aten.unique_consecutive, aten.bincount, aten.lift_fresh}  # the last: a tensor of Python's numbers
+    WAITING = {
+        aten._local_scalar_dense,
+        aten.is_nonzero,
+        aten.nonzero,
+        aten.masked_select,
+        aten.equal,
+        aten._unique2,
+        aten.unique_consecutive,
+        aten.bincount,
+        aten.lift_fresh,
+    }  # the last: a tensor of Python's numbers
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        masks = args[1] if func.overloadpacket in (self.aten.index, self.aten.index_put_, self.aten.index_put) else ()
-        if func.overloadpacket in self.WAITING or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in masks):
+        masks = (
+            args[1]
+            if func.overloadpacket in (self.aten.index, self.aten.index_put_, self.aten.index_put)
+            else ()
+        )
+        if func.overloadpacket in self.WAITING or any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in masks
+        ):
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))
 
@@ -132,14 +195,26 @@ def test_waits_are_found():
     x = torch.ones(3)
     with Waits():
         x.add(1).mul_(x)[torch.arange(2)].sum()
-        for waiting in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x[x > 0], lambda: torch.tensor(1.0),
-                        lambda: x.nonzero(), lambda: torch.equal(x, x)):
+        for waiting in (
+            lambda: x.sum().item(),
+            lambda: bool(x[0] > 0),
+            lambda: x[x > 0],
+            lambda: torch.tensor(1.0),
+            lambda: x.nonzero(),
+            lambda: torch.equal(x, x),
+        ):
             with pytest.raises(AssertionError, match="waits"):
                 waiting()
 
 
-@pytest.mark.parametrize("name, more", [*VARIANTS, ("fedcka", ["--similarity-metric", "kernel-cka"]),
-                                        ("fedavg", ["--clip", "1", "--augment", "rotate10,crop,flip", "--nesterov"])])
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        *VARIANTS,
+        ("fedcka", ["--similarity-metric", "kernel-cka"]),
+        ("fedavg", ["--clip", "1", "--augment", "rotate10,crop,flip", "--nesterov"]),
+    ],
+)
 def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, name, more):
     """Whole steps, from the choice of samples to the optimizer, in both rounds, when methods have their last models."""
     step, count = common.Worker._step, []
@@ -148,6 +223,7 @@ def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, name, more):
         with Waits():
             step(worker, *args)
         count.append(args)
+
     monkeypatch.setattr(common.Worker, "_step", watched)
     final(name, tmp_path / "run", "--workers", "1", "--rounds", "2", *more)
     assert len(count) > 3
@@ -156,14 +232,18 @@ def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, name, more):
 def test_the_closure_test_catches_a_stale_tensor(tmp_path, monkeypatch):
     """fedprox.py with w as a plain list of copies instead of pinned tensors must not pass for right."""
     source = (ROOT / "fedprox.py").read_text()
-    broken = source.replace('worker.pin("w", list(net.parameters()))', "[p.detach().clone() for p in net.parameters()]")
+    broken = source.replace(
+        'worker.pin("w", list(net.parameters()))', "[p.detach().clone() for p in net.parameters()]"
+    )
     assert broken != source
     module = {"__name__": "broken"}
     exec(compile(broken, str(tmp_path / "broken.py"), "exec"), module)
     flags = [*TINY, "--workers", "1", "--mu", "0.1"]
     expected = module["main"]([*flags, "--out", str(tmp_path / "each")])[0].state_dict()
     monkeypatch.setattr(common.Worker, "keep_first_step", True)
-    assert not same(expected, module["main"]([*flags, "--out", str(tmp_path / "first")])[0].state_dict())
+    assert not same(
+        expected, module["main"]([*flags, "--out", str(tmp_path / "first")])[0].state_dict()
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -171,7 +251,9 @@ def test_workers_give_the_same_model(tmp_path, name):
     """Two clients at once on a thread each, or one on one thread: the same arithmetic in the same order."""
     torch_threads = common.CORES
     try:
-        common.CORES = 1  # one thread a worker in both runs, so that sums inside operators agree too
+        common.CORES = (
+            1  # one thread a worker in both runs, so that sums inside operators agree too
+        )
         one, _ = final(name, tmp_path / "one", "--workers", "1")
         three, _ = final(name, tmp_path / "three", "--workers", "3")
     finally:
@@ -187,18 +269,27 @@ def test_docstring_command_parses(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "run", lambda args, *_, **__: parser_args.append(args))
         SCRIPTS[name].main(command[2:])
-    assert parser_args[0].dataset in ("cifar100", "cifar10", "mnist") and parser_args[0].clients in (10, 16, 20, 100)
+    assert parser_args[0].dataset in ("cifar100", "cifar10", "mnist") and parser_args[
+        0
+    ].clients in (10, 16, 20, 100)
 
 
 def code(path):
     """Lines of a script without its docstring, blank lines and comment lines."""
     source = path.read_text()
     docstring = ast.parse(source).body[0]
-    return [line.rstrip() for line in source.splitlines()[docstring.end_lineno:] if line.strip() and not line.strip().startswith("#")]
+    return [
+        line.rstrip()
+        for line in source.splitlines()[docstring.end_lineno :]
+        if line.strip() and not line.strip().startswith("#")
+    ]
 
 
 def changed_lines(name):
-    return sum(line[0] in "+-" for line in difflib.ndiff(code(ROOT / "fedavg.py"), code(ROOT / f"{name}.py")))
+    return sum(
+        line[0] in "+-"
+        for line in difflib.ndiff(code(ROOT / "fedavg.py"), code(ROOT / f"{name}.py"))
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -211,12 +302,17 @@ def test_the_diff_is_the_method(name):
 def test_readme_table_of_methods():
     """README's changed-line counts are those of the scripts."""
     rows = re.findall(r"^\| `(\w+)\.py` \|.*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
-    assert {name: int(count) for name, count in rows} == {name: changed_lines(name) for name in METHODS}
+    assert {name: int(count) for name, count in rows} == {
+        name: changed_lines(name) for name in METHODS
+    }
 
 
 def readme_commands():
-    return [line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-            for line in block.replace("\\\n", " ").splitlines()]
+    return [
+        line.split("#")[0].strip()
+        for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
 
 
 def test_readme_commands_parse():
@@ -266,7 +362,9 @@ def test_fedprox_step_by_hand():
     error = q - np.eye(3)[y]
     expected = [v[0] - lr * (error.T @ x / 4 + mu * d[0]), v[1] - lr * (error.mean(0) + mu * d[1])]
     loss = step(torch.from_numpy(x), torch.from_numpy(y))
-    assert loss.item() == pytest.approx(-np.log(q[range(4), y]).mean() + mu / 2 * sum((s**2).sum() for s in d), rel=1e-12)
+    assert loss.item() == pytest.approx(
+        -np.log(q[range(4), y]).mean() + mu / 2 * sum((s**2).sum() for s in d), rel=1e-12
+    )
     for p, e in zip(worker.net.parameters(), expected):
         assert np.allclose(p.detach().numpy(), e, rtol=1e-12)
 
@@ -279,9 +377,13 @@ def test_transmitting_matrix_by_loops():
     for i in range(2):
         for row in range(2):
             for column in range(2):
-                pooled = a[i, :, 2 * row:2 * row + 2, 2 * column:2 * column + 2].mean((1, 2))
+                pooled = a[i, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2].mean((1, 2))
                 t[i] += np.outer(pooled, b[i, :, row, column]) / 4
-    assert np.allclose(fedalign.transmitting_matrix(torch.from_numpy(a), torch.from_numpy(b)).numpy(), t, rtol=1e-12)
+    assert np.allclose(
+        fedalign.transmitting_matrix(torch.from_numpy(a), torch.from_numpy(b)).numpy(),
+        t,
+        rtol=1e-12,
+    )
 
 
 def test_spectral_norm():
@@ -290,15 +392,23 @@ def test_spectral_norm():
     norms are sqrt(82) and then |(1, 81)| / sqrt(82), and K is the root of the last."""
     g = torch.Generator().manual_seed(0)
     features = torch.rand(6, 20, 30, dtype=torch.float64, generator=g)
-    assert torch.allclose(fedalign.spectral_norm(features), torch.linalg.matrix_norm(features, 2), rtol=1e-6)
+    assert torch.allclose(
+        fedalign.spectral_norm(features), torch.linalg.matrix_norm(features, 2), rtol=1e-6
+    )
     signed = torch.randn(6, 5, 4, dtype=torch.float64, generator=g)
-    assert torch.allclose(fedalign.spectral_norm(signed, 500), torch.linalg.matrix_norm(signed, 2), rtol=1e-6)
+    assert torch.allclose(
+        fedalign.spectral_norm(signed, 500), torch.linalg.matrix_norm(signed, 2), rtol=1e-6
+    )
     t = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))[None]
     assert fedalign.spectral_norm(t, 1).item() == pytest.approx(82**0.25)
-    assert fedalign.spectral_norm(t, 2).item() == pytest.approx(((1 + 81**2) / 82)**0.25)
+    assert fedalign.spectral_norm(t, 2).item() == pytest.approx(((1 + 81**2) / 82) ** 0.25)
     assert fedalign.spectral_norm(torch.zeros(2, 3, 3)).tolist() == [pytest.approx(0, abs=1e-6)] * 2
     for size in (1e-12, 1e12):  # whose fourth powers are beyond fp32
-        assert torch.allclose(fedalign.spectral_norm(size * features.float()), size * torch.linalg.matrix_norm(features, 2).float(), rtol=1e-5)
+        assert torch.allclose(
+            fedalign.spectral_norm(size * features.float()),
+            size * torch.linalg.matrix_norm(features, 2).float(),
+            rtol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("scale", ["ce", "none"])
@@ -311,7 +421,20 @@ def test_fedalign_step_by_an_independent_formula(scale, lip_input):
     mu, lr = 0.3, 0.1
     torch.manual_seed(1)
     net = common.build_net("cnn", 62)
-    worker, step = worker_of(net, "--mu", str(mu), "--lr", str(lr), "--clip", "0", "--lip-scale", scale, "--lip-input", lip_input, script=fedalign)
+    worker, step = worker_of(
+        net,
+        "--mu",
+        str(mu),
+        "--lr",
+        str(lr),
+        "--clip",
+        "0",
+        "--lip-scale",
+        scale,
+        "--lip-input",
+        lip_input,
+        script=fedalign,
+    )
     x, y = torch.randn(5, 3, 32, 32, dtype=torch.float64), torch.tensor([3, 1, 4, 1, 5])
     p = {k: v.detach().clone().requires_grad_() for k, v in worker.net.named_parameters()}
     h = F.conv2d(x, p["conv1.0.weight"], p["conv1.0.bias"]).relu()
@@ -322,7 +445,9 @@ def test_fedalign_step_by_an_independent_formula(scale, lip_input):
         z = z.relu() if name in ("fc1.2", "fc2.0", "fc3.0") else z
     ce = -(z - z.logsumexp(1, keepdim=True))[range(5), y].mean()
     h, f = h.detach(), f.detach()
-    f_s = F.conv2d(F.max_pool2d(h[:, :8], 2), p["conv2.1.weight"][:8, :8], p["conv2.1.bias"][:8]).relu()
+    f_s = F.conv2d(
+        F.max_pool2d(h[:, :8], 2), p["conv2.1.weight"][:8, :8], p["conv2.1.bias"][:8]
+    ).relu()
 
     def k(a, b):
         a = F.adaptive_avg_pool2d(a, (10, 10))
@@ -344,13 +469,17 @@ def test_fedalign_survives_dead_features():
     net = common.build_net("cnn", 62)
     nn.init.constant_(net[0][0].bias, -1e3)
     worker, step = worker_of(net, script=fedalign)
-    assert step(torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1, 2, 3])).isfinite()
+    assert step(
+        torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    ).isfinite()
     assert all(p.isfinite().all() for p in worker.net.parameters())
 
 
 # --- CUDA
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"
+)
 
 
 @needs_gpu
@@ -359,10 +488,24 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: to
 def test_graph_and_eager_agree(tmp_path, name, model):
     if name == "stochdepth" and model == "cnn":
         pytest.skip("stochdepth needs residual blocks")
-    flags = ["--device", "cuda", "--model", model, "--epochs", "2", "--deterministic", "--workers", "1", "--lr-decay", "0.9"]
+    flags = [
+        "--device",
+        "cuda",
+        "--model",
+        model,
+        "--epochs",
+        "2",
+        "--deterministic",
+        "--workers",
+        "1",
+        "--lr-decay",
+        "0.9",
+    ]
     graph, _ = final(name, tmp_path / "graph", *flags)
     eager, _ = final(name, tmp_path / "eager", *flags, "--no-graph")
-    assert all(torch.allclose(graph[k].double(), eager[k].double(), rtol=1e-4, atol=1e-5) for k in graph)
+    assert all(
+        torch.allclose(graph[k].double(), eager[k].double(), rtol=1e-4, atol=1e-5) for k in graph
+    )
 
 
 @needs_gpu
@@ -370,14 +513,20 @@ def test_graph_and_eager_agree(tmp_path, name, model):
 def test_streams_agree(tmp_path, name):
     flags = ["--device", "cuda", "--epochs", "2", "--deterministic"]
     one, _ = final(name, tmp_path / "one", *flags, "--workers", "1")
-    assert all(same(one, final(name, tmp_path / workers, *flags, "--workers", workers)[0]) for workers in ("3", "auto"))
+    assert all(
+        same(one, final(name, tmp_path / workers, *flags, "--workers", workers)[0])
+        for workers in ("3", "auto")
+    )
 
 
 @needs_gpu
 @pytest.mark.parametrize("name", [name for name, (off, _) in METHODS.items() if off is not None])
 def test_gpu_off_is_fedavg(tmp_path, name):
     flags = ["--device", "cuda", "--deterministic", "--epochs", "2", "--model", "cnn"]
-    assert same(final(name, tmp_path / "off", *flags, *METHODS[name][0])[0], final("fedavg", tmp_path / "plain", *flags)[0])
+    assert same(
+        final(name, tmp_path / "off", *flags, *METHODS[name][0])[0],
+        final("fedavg", tmp_path / "plain", *flags)[0],
+    )
 
 
 @needs_gpu
@@ -464,7 +613,9 @@ def gradients(worker, step, x, y):
 def check_gradients(found, loss, params):
     expected = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     for k, e in zip(params, expected):
-        assert torch.allclose(found[k], torch.zeros_like(found[k]) if e is None else e, rtol=1e-6, atol=1e-9), k
+        assert torch.allclose(
+            found[k], torch.zeros_like(found[k]) if e is None else e, rtol=1e-6, atol=1e-9
+        ), k
 
 
 def at(net, weights):
@@ -476,18 +627,30 @@ def test_contrastive_loss_by_hand():
     """cos = 1 to z_glob and 0 to z_prev, temperature 1/2: -log(e^2 / (e^2 + e^0)); and the other way round."""
     z, other = torch.tensor([[2.0, 0.0]], **DOUBLE), torch.tensor([[0.0, 5.0]], **DOUBLE)
     e2 = np.exp(2)
-    assert moon.contrastive_loss(z, 3 * z, other, 0.5).item() == pytest.approx(-np.log(e2 / (e2 + 1)))
-    assert moon.contrastive_loss(z, other, 3 * z, 0.5).item() == pytest.approx(-np.log(1 / (e2 + 1)))
-    assert moon.contrastive_loss(z, -z, other, 0.5).item() == pytest.approx(-np.log((1 / e2) / (1 / e2 + 1)))
+    assert moon.contrastive_loss(z, 3 * z, other, 0.5).item() == pytest.approx(
+        -np.log(e2 / (e2 + 1))
+    )
+    assert moon.contrastive_loss(z, other, 3 * z, 0.5).item() == pytest.approx(
+        -np.log(1 / (e2 + 1))
+    )
+    assert moon.contrastive_loss(z, -z, other, 0.5).item() == pytest.approx(
+        -np.log((1 / e2) / (1 / e2 + 1))
+    )
 
 
 def test_moon_step():
     prev = two_networks().double()
     perturb(prev, 0.2, seed=9)
-    worker, step, generator, client, args, w = begin("moon", ["--mu", "0.6"], state={"net": state_of(prev)})
+    worker, step, generator, client, args, w = begin(
+        "moon", ["--mu", "0.6"], state={"net": state_of(prev)}
+    )
     x, y = batch()
     params = {k: p.detach().clone().requires_grad_() for k, p in worker.net.named_parameters()}
-    features, glob_z, prev_z = (worker.net[:-1], at(worker.net[:-1], {k: v for k, v in w.items() if "classifier" not in k})(x), prev[:-1](x).detach())
+    features, glob_z, prev_z = (
+        worker.net[:-1],
+        at(worker.net[:-1], {k: v for k, v in w.items() if "classifier" not in k})(x),
+        prev[:-1](x).detach(),
+    )
     z = at(features, {k: v for k, v in params.items() if "classifier" not in k})(x)
     out = z @ params["classifier.weight"].T + params["classifier.bias"]
     cos = [(z * o).sum(1) / z.norm(dim=1) / o.norm(dim=1) / 0.5 for o in (glob_z, prev_z)]
@@ -514,20 +677,33 @@ def test_mixup_step():
     beta, order = worker.row("beta").item(), worker.row("order")[:5].argsort()
     assert 0 < beta < 1 and sorted(order.tolist()) == [0, 1, 2, 3, 4]
     z = numpy_logits(worker.net, beta * x + (1 - beta) * x[order])
-    assert step(x, y).item() == pytest.approx(beta * cross_entropy(z, y.numpy()) + (1 - beta) * cross_entropy(z, y[order].numpy()), rel=1e-9)
+    assert step(x, y).item() == pytest.approx(
+        beta * cross_entropy(z, y.numpy()) + (1 - beta) * cross_entropy(z, y[order].numpy()),
+        rel=1e-9,
+    )
     draws = worker.draws["beta"]
     drawn = {}
-    with pytest.MonkeyPatch.context() as patch:  # the rows that the script draws, twenty thousand of them
-        patch.setattr(worker, "draw", lambda name, f: drawn.update({name: f(np.random.default_rng(0), 20_000)}))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the rows that the script draws, twenty thousand of them
+        patch.setattr(
+            worker,
+            "draw",
+            lambda name, f: drawn.update({name: f(np.random.default_rng(0), 20_000)}),
+        )
         next(SCRIPTS["mixup"].local_update(worker, None, {}, args))
     assert drawn["beta"].shape == (20_000,) and draws.shape == (40,)  # one number a batch
-    assert drawn["beta"].var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), rel=0.03)  # of Beta(gamma, gamma)
+    assert drawn["beta"].var() == pytest.approx(
+        1 / (4 * (2 * 0.8 + 1)), rel=0.03
+    )  # of Beta(gamma, gamma)
 
 
 def test_stochdepth_probabilities():
     """rho_l = 1 - l/L (1 - rho_L): of 4 blocks at 0.8 by hand 0.95, 0.9, 0.85, 0.8; the code's rule 1, 1 - 0.2/3, ..., 0.8."""
     assert stochdepth.keep_probabilities(4, 0.8) == pytest.approx([0.95, 0.9, 0.85, 0.8])
-    assert stochdepth.keep_probabilities(4, 0.8, "code") == pytest.approx([1, 1 - 0.2 / 3, 1 - 0.4 / 3, 0.8])
+    assert stochdepth.keep_probabilities(4, 0.8, "code") == pytest.approx(
+        [1, 1 - 0.2 / 3, 1 - 0.4 / 3, 0.8]
+    )
 
 
 def test_stochastic_block():
@@ -562,10 +738,16 @@ def test_stochdepth_draws_each_block_at_its_rate():
     worker, step, *_ = begin("stochdepth", ["--keep", "0.5", "--model", "resnet56"], net=net)
     worker.sizes = [6] * 40
     drawn = []
-    with pytest.MonkeyPatch.context() as patch:  # the rows that the script draws, a thousand of them
-        patch.setattr(worker, "draw", lambda name, f: drawn.append(f(np.random.default_rng(0), 1000)))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the rows that the script draws, a thousand of them
+        patch.setattr(
+            worker, "draw", lambda name, f: drawn.append(f(np.random.default_rng(0), 1000))
+        )
         next(stochdepth.local_update(worker, None, {}, worker.args))
-    assert np.abs(drawn[0].mean(0) - stochdepth.keep_probabilities(18, 0.5)).max() < 0.06  # 4 standard errors
+    assert (
+        np.abs(drawn[0].mean(0) - stochdepth.keep_probabilities(18, 0.5)).max() < 0.06
+    )  # 4 standard errors
     assert set(np.unique(drawn[0])) == {0.0, 1.0} and worker.draws["kept"].shape == (40, 18)
     with pytest.raises(common.UserError, match="residual"):
         stochdepth.adapt(common.build_net("cnn", 62), args)
@@ -574,15 +756,21 @@ def test_stochdepth_draws_each_block_at_its_rate():
 def test_gradaug_step():
     """CE + mu (KL_1 + KL_2), the students by at_width on resized images, the teacher constant."""
     worker, step, _, _, args, _ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"])
-    assert len(worker.shapes) == 4 and all(len(s) == 2 and s[0][0] >= s[1][0] for s in worker.shapes)
+    assert len(worker.shapes) == 4 and all(
+        len(s) == 2 and s[0][0] >= s[1][0] for s in worker.shapes
+    )
     least = gradaug.same_channels(0.8, (16, 32, 84, 120, 256))
-    assert all(shape[-1][0] == least for shape in worker.shapes)  # the narrowest is always --min-width
+    assert all(
+        shape[-1][0] == least for shape in worker.shapes
+    )  # the narrowest is always --min-width
     assert {r for s in worker.shapes for _, r in s} <= {32, 28, 24, 20}
     channels, rng = (16, 32, 64, 128, 256), np.random.default_rng(0)
     many = gradaug.draw_shapes(rng, 400, args, channels, [32, 28, 24, 20])
     assert {r for s in many for _, r in s} == {32, 28, 24, 20} and len({s[0][0] for s in many}) > 5
     args.widths = "paper"
-    assert len({s[1][0] for s in gradaug.draw_shapes(rng, 400, args, channels, [32])}) > 5  # then all are random
+    assert (
+        len({s[1][0] for s in gradaug.draw_shapes(rng, 400, args, channels, [32])}) > 5
+    )  # then all are random
     worker.shape = ((0.9, 24), (0.5, 20))
     x, y = batch()
     params = {k: p.detach().clone().requires_grad_() for k, p in worker.net.named_parameters()}
@@ -592,7 +780,12 @@ def test_gradaug_step():
     out = twin(x)
     teacher, total = out.detach().softmax(1), F.cross_entropy(out, y)
     for width, size in worker.shape:
-        small = F.interpolate(F.interpolate(x, (size, size), mode="bilinear", align_corners=True), (32, 32), mode="bilinear", align_corners=True)
+        small = F.interpolate(
+            F.interpolate(x, (size, size), mode="bilinear", align_corners=True),
+            (32, 32),
+            mode="bilinear",
+            align_corners=True,
+        )
         student = common.at_width(twin, small, width).log_softmax(1)
         total = total + 0.4 * (teacher * (teacher.log() - student)).sum(1).mean()
     expected = torch.autograd.grad(total, list(twin.parameters()))
@@ -611,7 +804,10 @@ def test_gradaug_defaults_and_same_channels():
     assert common.make_divisible(50, 1.0) == 50
     for width in (0.8, 0.813, 0.9, 0.999, 1.0):
         found = gradaug.same_channels(width, (16, 32, 64, 128, 256))
-        assert found <= width and all(common.make_divisible(c, found) == common.make_divisible(c, width) for c in (16, 32, 64, 128, 256))
+        assert found <= width and all(
+            common.make_divisible(c, found) == common.make_divisible(c, width)
+            for c in (16, 32, 64, 128, 256)
+        )
 
 
 def test_cka():
@@ -622,7 +818,10 @@ def test_cka():
     feature_form = (cb.T @ ca).square().sum() / ((ca.T @ ca).norm() * (cb.T @ cb).norm())
     assert abs(fedcka.linear_cka(a, b) - feature_form) < 1e-10 and 0 < feature_form < 1
     q, _ = torch.linalg.qr(torch.randn(40, 40, generator=g, **DOUBLE))
-    assert abs(fedcka.linear_cka(3 * a @ q, b) - feature_form) < 1e-10 and abs(fedcka.linear_cka(a, a) - 1) < 1e-10
+    assert (
+        abs(fedcka.linear_cka(3 * a @ q, b) - feature_form) < 1e-10
+        and abs(fedcka.linear_cka(a, a) - 1) < 1e-10
+    )
     d = ((a[:, None] - a[None]) ** 2).sum(2)
     k = torch.exp(-d / (2 * d.flatten().median()))
     d = ((b[:, None] - b[None]) ** 2).sum(2)
@@ -635,11 +834,21 @@ def test_cka():
         grams.append(torch.exp(-d / (2 * float(np.median(d.numpy())))))
     centre = torch.eye(8, **DOUBLE) - 1 / 8
     centred = [centre @ v @ centre for v in grams]
-    assert abs(fedcka.kernel_cka(*even) - (centred[0] * centred[1]).sum() / (centred[0].norm() * centred[1].norm())) < 1e-10
+    assert (
+        abs(
+            fedcka.kernel_cka(*even)
+            - (centred[0] * centred[1]).sum() / (centred[0].norm() * centred[1].norm())
+        )
+        < 1e-10
+    )
     hsic = lambda k, l: torch.trace(k @ h @ l @ h)  # noqa: E731
     assert abs(fedcka.kernel_cka(a, b) - hsic(k, l) / (hsic(k, k) * hsic(l, l)).sqrt()) < 1e-10
-    assert fedcka.squared_frobenius(a[:, :25], b).item() == pytest.approx(-((a[:, :25] - b) ** 2).sum().item() / 225)
-    assert fedcka.vectorized_cosine(a[:, :25], b).item() == pytest.approx(((a[:, :25] * b).sum() / (a[:, :25].norm() * b.norm())).item())
+    assert fedcka.squared_frobenius(a[:, :25], b).item() == pytest.approx(
+        -((a[:, :25] - b) ** 2).sum().item() / 225
+    )
+    assert fedcka.vectorized_cosine(a[:, :25], b).item() == pytest.approx(
+        ((a[:, :25] * b).sum() / (a[:, :25].norm() * b.norm())).item()
+    )
     ones = torch.ones(4, 3, requires_grad=True)
     fedcka.linear_cka(ones, torch.ones(4, 3)).backward()
     assert ones.grad.isfinite().all()
@@ -660,13 +869,18 @@ def test_cka_in_single_precision():
                 s.backward()
                 found.append((s.item(), x.grad.double() * scale))
             (s, grad), (exact, exact_grad) = found
-            assert s == pytest.approx(exact, rel=1e-4) and (grad - exact_grad).norm() < 1e-3 * exact_grad.norm(), (cka, scale, mean)
+            assert (
+                s == pytest.approx(exact, rel=1e-4)
+                and (grad - exact_grad).norm() < 1e-3 * exact_grad.norm()
+            ), (cka, scale, mean)
 
 
 def test_fedcka_step():
     prev = two_networks().double()
     perturb(prev, 0.2, seed=9)
-    worker, step, generator, client, args, w = begin("fedcka", ["--mu", "0.6"], state={"net": state_of(prev)})
+    worker, step, generator, client, args, w = begin(
+        "fedcka", ["--mu", "0.6"], state={"net": state_of(prev)}
+    )
     x, y = batch()
     twin, glob = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
     glob.load_state_dict(w)
@@ -691,8 +905,13 @@ def test_fedcka_step():
 def test_fedcka_layers():
     """Of a ResNet the stem and the first residual block are the first two; cnn's seven layers include its output."""
     net = common.build_net("resnet50", 10)
-    assert fedcka.layers(net)[:3] == [net[0], net[1][0], net[1][1]] and len(fedcka.layers(net)) == 1 + 16 + 2
-    worker, step, *_ = begin("fedcka", ["--layers", "7"], state={"net": state_of(two_networks().double())})
+    assert (
+        fedcka.layers(net)[:3] == [net[0], net[1][0], net[1][1]]
+        and len(fedcka.layers(net)) == 1 + 16 + 2
+    )
+    worker, step, *_ = begin(
+        "fedcka", ["--layers", "7"], state={"net": state_of(two_networks().double())}
+    )
     assert step(*batch()).isfinite()
 
 
@@ -701,7 +920,9 @@ def test_fedkd_steps():
     worker, step, *_, w = begin("fedkd")
     z, teacher = numpy_logits(worker.net, x), copy.deepcopy(worker.net)
     teacher.load_state_dict(w)
-    expected = 0.8 * cross_entropy(z, y.numpy()) + 0.2 * kl(softmax(numpy_logits(teacher, x)), softmax(z))
+    expected = 0.8 * cross_entropy(z, y.numpy()) + 0.2 * kl(
+        softmax(numpy_logits(teacher, x)), softmax(z)
+    )
     assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
     worker, step, *_, w = begin("fedkd", ["--hint", "features", "--gamma", "0.5"])
     hint, h, t = 0, x, x
@@ -722,12 +943,17 @@ def test_fitnet_compares_behind_the_pooling():
     for m in range(6):
         h, t = mine[m](h), glob[m](t)
         total += ((h - t) ** 2).mean().item() / 5 if m != 4 else 0
-    assert step(x, y).item() == pytest.approx(F.cross_entropy(mine[6](h), y).item() + total, rel=1e-9)
+    assert step(x, y).item() == pytest.approx(
+        F.cross_entropy(mine[6](h), y).item() + total, rel=1e-9
+    )
 
 
 def test_not_true_divergence_by_hand():
     """Three classes, true one 0: logits (9, 0, log 3) of the teacher give (1/4, 3/4) without it, those of the student (1/2, 1/2)."""
-    teacher, out = torch.tensor([[9.0, 0.0, np.log(3)]], **DOUBLE), torch.tensor([[-7.0, 2.0, 2.0]], **DOUBLE, requires_grad=True)
+    teacher, out = (
+        torch.tensor([[9.0, 0.0, np.log(3)]], **DOUBLE),
+        torch.tensor([[-7.0, 2.0, 2.0]], **DOUBLE, requires_grad=True),
+    )
     found = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 1.0)
     assert found.item() == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5))
     found.backward()
@@ -737,7 +963,10 @@ def test_not_true_divergence_by_hand():
     assert halved.item() == pytest.approx(p * np.log(2 * p) + (1 - p) * np.log(2 * (1 - p)))
 
 
-@pytest.mark.parametrize("rule, formula", [("convex", lambda ce, d: 0.7 * ce + 0.3 * d), ("sum", lambda ce, d: ce + 4 * d)])
+@pytest.mark.parametrize(
+    "rule, formula",
+    [("convex", lambda ce, d: 0.7 * ce + 0.3 * d), ("sum", lambda ce, d: ce + 4 * d)],
+)
 def test_fedntd_weights(rule, formula):
     x, y = batch()
     worker, step, *_, w = begin("fedntd", ["--weighting-rule", rule, "--tau", "2"])
@@ -747,7 +976,9 @@ def test_fedntd_weights(rule, formula):
     t = numpy_logits(teacher, x)
     rest = np.array([[c for c in range(62) if c != label] for label in y.tolist()])
     p, q = (softmax(np.take_along_axis(v, rest, 1) / 2) for v in (t, z))
-    assert step(x, y).item() == pytest.approx(formula(cross_entropy(z, y.numpy()), kl(p, q)), rel=1e-9)
+    assert step(x, y).item() == pytest.approx(
+        formula(cross_entropy(z, y.numpy()), kl(p, q)), rel=1e-9
+    )
 
 
 def test_fedgkd_step_and_buffer(tmp_path):
@@ -756,24 +987,46 @@ def test_fedgkd_step_and_buffer(tmp_path):
     x, y = batch()
     worker, step, _, client, args, _ = begin("fedgkd", server={"mean": state_of(mean)})
     z = numpy_logits(worker.net, x)
-    assert step(x, y).item() == pytest.approx(cross_entropy(z, y.numpy()) + 0.1 * kl(softmax(numpy_logits(mean, x)), softmax(z)), rel=1e-9)
+    assert step(x, y).item() == pytest.approx(
+        cross_entropy(z, y.numpy()) + 0.1 * kl(softmax(numpy_logits(mean, x)), softmax(z)), rel=1e-9
+    )
     assert client.bytes_down == common.nbytes(mean.state_dict())
     worker, step, _, client, *_ = begin("fedgkd")  # the first round has no teacher
-    assert step(x, y).item() == pytest.approx(cross_entropy(z, y.numpy()), rel=1e-9) and client.bytes_down == 0
+    assert (
+        step(x, y).item() == pytest.approx(cross_entropy(z, y.numpy()), rel=1e-9)
+        and client.bytes_down == 0
+    )
     net, server, args.buffer = nn.Linear(2, 1), {}, 2
     history = [state_of(net)]
     for i in range(3):
         weights = {k: v + i + 1 for k, v in history[-1].items()}
-        fedgkd.aggregate(net, iter([common.Upload(None, 1.0, weights, {}, None, None, 0)]), server, args)
+        fedgkd.aggregate(
+            net, iter([common.Upload(None, 1.0, weights, {}, None, None, 0)]), server, args
+        )
         history.append(weights)
         expected = {k: torch.stack([h[k] for h in history[-2:]]).mean(0) for k in weights}
-        assert all(torch.allclose(server["mean"][k], expected[k]) for k in weights) and len(server["buffer"]) == 2
+        assert (
+            all(torch.allclose(server["mean"][k], expected[k]) for k in weights)
+            and len(server["buffer"]) == 2
+        )
 
 
 def uploads_of(net, shifts, alphas, messages=None):
     base = state_of(net)
-    return iter([common.Upload(common.Client(i, np.arange(3), {}), a, {k: v + s for k, v in base.items()}, (messages or {}).get(i, {}), None, None, 0)
-                 for i, (s, a) in enumerate(zip(shifts, alphas))])
+    return iter(
+        [
+            common.Upload(
+                common.Client(i, np.arange(3), {}),
+                a,
+                {k: v + s for k, v in base.items()},
+                (messages or {}).get(i, {}),
+                None,
+                None,
+                0,
+            )
+            for i, (s, a) in enumerate(zip(shifts, alphas))
+        ]
+    )
 
 
 def server_args(*argv):
@@ -785,23 +1038,44 @@ def test_server_optimizers_by_hand():
     avgm (beta 0.4, lr 1): m = 0.5, then 0.2 - 1. adam (0.9, 0.99, tau 0.1, lr 0.5): m = 0.05, v = 0.99 * 0.01 + 0.01 * 0.25;
     then m = 0.045 - 0.1, v = 0.99 v + 0.01."""
     for server_flags, steps in [
-            ([], [0.5, -1]), (["--server-lr", "0.5"], [0.25, -0.5]), (["--server", "avgm"], [0.5, -0.8]),
-            (["--server", "avgm", "--server-momentum", "0"], [0.5, -1]),
-            (["--server", "adam", "--server-tau", "0.1", "--server-lr", "0.5"],
-             [0.5 * 0.05 / ((0.0099 + 0.0025) ** 0.5 + 0.1), 0.5 * -0.055 / ((0.99 * 0.0124 + 0.01) ** 0.5 + 0.1)])]:
+        ([], [0.5, -1]),
+        (["--server-lr", "0.5"], [0.25, -0.5]),
+        (["--server", "avgm"], [0.5, -0.8]),
+        (["--server", "avgm", "--server-momentum", "0"], [0.5, -1]),
+        (
+            ["--server", "adam", "--server-tau", "0.1", "--server-lr", "0.5"],
+            [
+                0.5 * 0.05 / ((0.0099 + 0.0025) ** 0.5 + 0.1),
+                0.5 * -0.055 / ((0.99 * 0.0124 + 0.01) ** 0.5 + 0.1),
+            ],
+        ),
+    ]:
         net, server, args = nn.Linear(1, 1, bias=False).double(), {}, server_args(*server_flags)
         for shifts, step in zip([(2, -4), (-2, 2)], steps):
             before = net.weight.item()
             common.average(net, uploads_of(net, shifts, (0.75, 0.25)), server, args)
             assert net.weight.item() - before == pytest.approx(step, abs=1e-9), server_flags
-    assert (server_args("--server", "adam").server_lr, server_args("--server", "adam").server_momentum) == (0.01, 0.9)
-    assert (server_args("--server", "avgm").server_lr, server_args("--server", "avgm").server_momentum) == (1, 0.4)
+    assert (
+        server_args("--server", "adam").server_lr,
+        server_args("--server", "adam").server_momentum,
+    ) == (0.01, 0.9)
+    assert (
+        server_args("--server", "avgm").server_lr,
+        server_args("--server", "avgm").server_momentum,
+    ) == (1, 0.4)
 
 
 def test_server_steps_leave_statistics_averaged():
     net = nn.Sequential(nn.BatchNorm1d(2)).double()
-    common.average(net, uploads_of(net, (2, 4), (0.5, 0.5)), {"m": {k: torch.full_like(v, -9) for k, v in net.named_parameters()}}, server_args("--server", "avgm"))
-    assert net[0].running_mean.tolist() == [3, 3] and net[0].weight.tolist() == pytest.approx([1 + 3 - 0.4 * 9] * 2)
+    common.average(
+        net,
+        uploads_of(net, (2, 4), (0.5, 0.5)),
+        {"m": {k: torch.full_like(v, -9) for k, v in net.named_parameters()}},
+        server_args("--server", "avgm"),
+    )
+    assert net[0].running_mean.tolist() == [3, 3] and net[0].weight.tolist() == pytest.approx(
+        [1 + 3 - 0.4 * 9] * 2
+    )
 
 
 def test_qfedavg_by_hand():
@@ -814,31 +1088,57 @@ def test_qfedavg_by_hand():
             patch.setattr(common, "run", lambda args, *_: seen.append(args))
             qfedavg.main([*TINY, "--q", "2", "--lr", "0.4", "--lr-decay", "0.5", *flags])
         net.weight.data = torch.tensor([[1.0, -2.0]], **DOUBLE)
-        ups = list(uploads_of(net, (0, 0), (0.5, 0.5), {0: {"loss": torch.tensor(2.0, **DOUBLE)}, 1: {"loss": torch.tensor(0.5, **DOUBLE)}}))
-        ups[0].weights["weight"], ups[1].weights["weight"] = torch.tensor([[1.5, -2]], **DOUBLE), torch.tensor([[1.0, -4]], **DOUBLE)
+        ups = list(
+            uploads_of(
+                net,
+                (0, 0),
+                (0.5, 0.5),
+                {
+                    0: {"loss": torch.tensor(2.0, **DOUBLE)},
+                    1: {"loss": torch.tensor(0.5, **DOUBLE)},
+                },
+            )
+        )
+        ups[0].weights["weight"], ups[1].weights["weight"] = (
+            torch.tensor([[1.5, -2]], **DOUBLE),
+            torch.tensor([[1.0, -4]], **DOUBLE),
+        )
         qfedavg.aggregate(net, iter(ups), {"round": 3}, seen[0])
-        assert net.weight[0].tolist() == pytest.approx([1 - total[0] / h, -2 - total[1] / h], rel=1e-7)
+        assert net.weight[0].tolist() == pytest.approx(
+            [1 - total[0] / h, -2 - total[1] / h], rel=1e-7
+        )
 
 
 def test_qfedavg_uploads_the_loss_of_the_global_model():
     worker, step, generator, client, _, _ = begin("qfedavg")
     net, data = two_networks().double(), worker.data
-    expected = cross_entropy(numpy_logits(net, data.normalise(data.x[:8]).double()), data.y[:8].numpy())
+    expected = cross_entropy(
+        numpy_logits(net, data.normalise(data.x[:8]).double()), data.y[:8].numpy()
+    )
     with pytest.raises(StopIteration) as stop:
         next(generator)
-    assert stop.value.value["loss"].item() == pytest.approx(expected, rel=1e-6) and worker.net.training
+    assert (
+        stop.value.value["loss"].item() == pytest.approx(expected, rel=1e-6) and worker.net.training
+    )
 
 
 def test_feddyn_by_hand():
     """A step from v = w + d has the gradient of CE, minus h, plus alpha d; then h <- h - alpha (v - w). On the server with
     alpha 0.5, N = 4 and clients 2 and -4 away from w: h = -0.5/4 (-2) = 0.25, w <- w - 1 - 0.25 / 0.5."""
-    h = [0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), **DOUBLE) for p in two_networks().parameters()]
-    worker, step, generator, client, args, w = begin("feddyn", ["--dyn-alpha", "0.3"], state={"h": [v.clone() for v in h]})
+    h = [
+        0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), **DOUBLE)
+        for p in two_networks().parameters()
+    ]
+    worker, step, generator, client, args, w = begin(
+        "feddyn", ["--dyn-alpha", "0.3"], state={"h": [v.clone() for v in h]}
+    )
     x, y = batch()
     twin = copy.deepcopy(worker.net)
     ce = torch.autograd.grad(F.cross_entropy(twin(x), y), list(twin.parameters()))
     names = [k for k, _ in twin.named_parameters()]
-    expected = {k: g - h_ + 0.3 * (p - w[k]) for k, g, h_, p in zip(names, ce, h, twin.parameters())}
+    expected = {
+        k: g - h_ + 0.3 * (p - w[k]) for k, g, h_, p in zip(names, ce, h, twin.parameters())
+    }
     _, grads = gradients(worker, step, x, y)
     assert all(torch.allclose(grads[k], expected[k], rtol=1e-6, atol=1e-9) for k in names)
     with pytest.raises(StopIteration):
@@ -848,7 +1148,9 @@ def test_feddyn_by_hand():
     net, server, args = nn.Linear(1, 1, bias=False).double(), {}, server_args()
     args.dyn_alpha, args.clients, before = 0.5, 4, net.weight.item()
     feddyn.aggregate(net, uploads_of(net, (2, -4), (0.5, 0.5)), server, args)
-    assert net.weight.item() == pytest.approx(before - 1 - 0.25 / 0.5) and server["h"]["weight"].item() == pytest.approx(0.25)
+    assert net.weight.item() == pytest.approx(before - 1 - 0.25 / 0.5) and server["h"][
+        "weight"
+    ].item() == pytest.approx(0.25)
 
 
 def test_scaffold_effective_steps():
@@ -865,8 +1167,16 @@ def test_scaffold_effective_steps():
 LATER = ["--lr", "0.2", "--lr-decay", "0.5"]
 
 
-@pytest.mark.parametrize("flags", [[], LATER, ["--momentum", "0.9", *LATER], ["--momentum", "0.9", "--no-nesterov", "--correction", "gradient"],
-                                   ["--momentum", "0.5", "--correction", "gradient"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        LATER,
+        ["--momentum", "0.9", *LATER],
+        ["--momentum", "0.9", "--no-nesterov", "--correction", "gradient"],
+        ["--momentum", "0.5", "--correction", "gradient"],
+    ],
+)
 def test_scaffold_renews_its_variate_by_the_mean_gradient(flags):
     """Option II on a loss that is linear in the weights, so that the gradient is g in every step. Corrected in the gradient,
     w - w_k = K~ lr (g - c_k + c), and c_k+ = c_k - c + (w - w_k) / (K~ lr) = g. Corrected after the step, w - w_k is
@@ -875,20 +1185,36 @@ def test_scaffold_renews_its_variate_by_the_mean_gradient(flags):
     args_state = {"c": [torch.full((3, 4), 0.5, **DOUBLE), torch.full((3,), -0.25, **DOUBLE)]}
     server = {"c": [torch.full((3, 4), -1.5, **DOUBLE), torch.full((3,), 2.0, **DOUBLE)]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "cross_entropy", lambda out, y: out.sum(0) @ torch.tensor([1.0, -2.0, 0.5], **DOUBLE))
-        worker, step, generator, client, args, w = begin("scaffold", flags, net=net, state=args_state, server=server)
+        patch.setattr(
+            F, "cross_entropy", lambda out, y: out.sum(0) @ torch.tensor([1.0, -2.0, 0.5], **DOUBLE)
+        )
+        worker, step, generator, client, args, w = begin(
+            "scaffold", flags, net=net, state=args_state, server=server
+        )
         worker.net.load_state_dict(w)
         x = torch.tensor([[1.0, 2.0, -3.0, 0.0]], **DOUBLE)
         for _ in range(4):
             step(x, torch.tensor([0]))
         with pytest.raises(StopIteration) as stop:
             next(generator)
-    factor = 1 if "gradient" in flags or "--momentum" not in flags else scaffold.effective_steps(4, 0.9, True) / 4
-    g = [factor * torch.outer(torch.tensor([1.0, -2.0, 0.5], **DOUBLE), x[0]), factor * torch.tensor([1.0, -2.0, 0.5], **DOUBLE)]
+    factor = (
+        1
+        if "gradient" in flags or "--momentum" not in flags
+        else scaffold.effective_steps(4, 0.9, True) / 4
+    )
+    g = [
+        factor * torch.outer(torch.tensor([1.0, -2.0, 0.5], **DOUBLE), x[0]),
+        factor * torch.tensor([1.0, -2.0, 0.5], **DOUBLE),
+    ]
     assert all(torch.allclose(c, e, rtol=1e-9) for c, e in zip(client.state["c"], g))
-    assert all(torch.allclose(dc, e - c, rtol=1e-9) for dc, e, c in zip(stop.value.value["dc"], g, args_state["c"]))
+    assert all(
+        torch.allclose(dc, e - c, rtol=1e-9)
+        for dc, e, c in zip(stop.value.value["dc"], g, args_state["c"])
+    )
     assert client.bytes_down == 8 * 15
-    if "--momentum" not in flags:  # lr is 0.1 in LATER's second round too; four plain steps of lr (g - c_k + c)
+    if (
+        "--momentum" not in flags
+    ):  # lr is 0.1 in LATER's second round too; four plain steps of lr (g - c_k + c)
         assert torch.allclose(worker.net[0].weight, w["0.weight"] - 4 * 0.1 * (g[0] - 0.5 - 1.5))
 
 
@@ -897,41 +1223,100 @@ def test_scaffold_option_one_and_server():
     worker, step, generator, client, args, w = begin("scaffold", ["--option", "1"])
     data, net = worker.data, two_networks().double()
     net.load_state_dict(w)
-    expected = torch.autograd.grad(F.cross_entropy(net(data.normalise(data.x[:8]).double()), data.y[:8]), list(net.parameters()))
+    expected = torch.autograd.grad(
+        F.cross_entropy(net(data.normalise(data.x[:8]).double()), data.y[:8]),
+        list(net.parameters()),
+    )
     with pytest.raises(StopIteration):
         next(generator)
-    assert all(torch.allclose(c, e, rtol=1e-5, atol=1e-7) for c, e in zip(client.state["c"], expected))
-    net, server, args = nn.Linear(1, 1, bias=False).double(), {"c": [torch.tensor([[1.0]], **DOUBLE)]}, server_args("--clients", "8")
-    scaffold.aggregate(net, uploads_of(net, (1, 1), (0.5, 0.5), {i: {"dc": [torch.tensor([[d]], **DOUBLE)]} for i, d in ((0, 3.0), (1, -7.0))}), server, args)
+    assert all(
+        torch.allclose(c, e, rtol=1e-5, atol=1e-7) for c, e in zip(client.state["c"], expected)
+    )
+    net, server, args = (
+        nn.Linear(1, 1, bias=False).double(),
+        {"c": [torch.tensor([[1.0]], **DOUBLE)]},
+        server_args("--clients", "8"),
+    )
+    scaffold.aggregate(
+        net,
+        uploads_of(
+            net,
+            (1, 1),
+            (0.5, 0.5),
+            {i: {"dc": [torch.tensor([[d]], **DOUBLE)]} for i, d in ((0, 3.0), (1, -7.0))},
+        ),
+        server,
+        args,
+    )
     assert server["c"][0].item() == pytest.approx(1 + (3 - 7) / 8)
 
 
 def test_scaffold_is_the_averaged_gradient(tmp_path):
     """Full participation, equal sizes, plain SGD, one local step on all local data: w - lr * mean gradient, whatever the
     variates; and the server's c is the mean of the clients' in every round."""
-    flags = ["--partition", "iid", "--momentum", "0", "--weight-decay", "0", "--local-steps", "1", "--batch-size", "150", "--rounds", "3"]
+    flags = [
+        "--partition",
+        "iid",
+        "--momentum",
+        "0",
+        "--weight-decay",
+        "0",
+        "--local-steps",
+        "1",
+        "--batch-size",
+        "150",
+        "--rounds",
+        "3",
+    ]
     fedavg_w, _ = final("fedavg", tmp_path / "fedavg", *flags)
     scaffold_w, _ = final("scaffold", tmp_path / "scaffold", *flags)
     assert all(torch.allclose(fedavg_w[k], scaffold_w[k], atol=1e-6) for k in fedavg_w)
     c = common.load(tmp_path / "scaffold" / "checkpoint.pt")["server"]["c"]
     states = [common.load(p)["c"] for p in (tmp_path / "scaffold" / "states").iterdir()]
-    assert len(states) == 4 and all(torch.allclose(a, torch.stack(b).mean(0), atol=1e-6) for a, b in zip(c, zip(*states)))
+    assert len(states) == 4 and all(
+        torch.allclose(a, torch.stack(b).mean(0), atol=1e-6) for a, b in zip(c, zip(*states))
+    )
 
 
 def test_feddyn_variates_sum(tmp_path):
     """The server's h is the mean over all clients of theirs, those never sampled holding 0."""
-    final("feddyn", tmp_path / "run", "--clients", "8", "--partition", "iid", "--sample", "0.25", "--rounds", "3")
+    final(
+        "feddyn",
+        tmp_path / "run",
+        "--clients",
+        "8",
+        "--partition",
+        "iid",
+        "--sample",
+        "0.25",
+        "--rounds",
+        "3",
+    )
     h = common.load(tmp_path / "run" / "checkpoint.pt")["server"]["h"]
     states = [common.load(p)["h"] for p in (tmp_path / "run" / "states").iterdir()]
-    assert 2 <= len(states) < 8 and all(torch.allclose(a, torch.stack(b).sum(0) / 8, atol=1e-6) for a, b in zip(h.values(), zip(*states)))
+    assert 2 <= len(states) < 8 and all(
+        torch.allclose(a, torch.stack(b).sum(0) / 8, atol=1e-6)
+        for a, b in zip(h.values(), zip(*states))
+    )
 
 
-@pytest.mark.parametrize("flags, chosen, divisor", [([], [1, 2, 3, 4, 5], 5), (["--pathways", "1,3"], [1, 3], 2), (["--pathways", "5", "--divisor", "all"], [5], 5)])
+@pytest.mark.parametrize(
+    "flags, chosen, divisor",
+    [
+        ([], [1, 2, 3, 4, 5], 5),
+        (["--pathways", "1,3"], [1, 3], 2),
+        (["--pathways", "5", "--divisor", "all"], [5], 5),
+    ],
+)
 @pytest.mark.parametrize("direction", ["local-global", "global-local"])
 def test_fedmlb_step(flags, chosen, divisor, direction):
     """Against a plain computation that runs every hybrid pathway from the input; gradients by autograd of the whole."""
     net = two_networks("resnet18-gn", 10)
-    worker, step, _, _, args, w = begin("fedmlb", ["--lambda1", "0.7", "--lambda2", "0.4", "--tau", "2", "--direction", direction, *flags], net=net)
+    worker, step, _, _, args, w = begin(
+        "fedmlb",
+        ["--lambda1", "0.7", "--lambda2", "0.4", "--tau", "2", "--direction", direction, *flags],
+        net=net,
+    )
     x, y = batch(3)[0][:, :, ::4, ::4], torch.tensor([1, 7, 3])
     twin, glob = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
     glob.load_state_dict(w)
@@ -944,7 +1329,11 @@ def test_fedmlb_step(flags, chosen, divisor, direction):
         for i in range(7):
             h = (first if i < m else second)[i](h)
         soft, log_soft = F.softmax(h / 2, 1), F.log_softmax(q / 2, 1)
-        total = total + (0.7 * F.cross_entropy(h, y) + 0.4 * (soft * (soft.log() - log_soft)).sum(1).mean()) / divisor
+        total = (
+            total
+            + (0.7 * F.cross_entropy(h, y) + 0.4 * (soft * (soft.log() - log_soft)).sum(1).mean())
+            / divisor
+        )
     expected = torch.autograd.grad(total, list(twin.parameters()))
     loss, grads = gradients(worker, step, x, y)
     assert loss == pytest.approx(total.item(), rel=1e-9)
@@ -966,14 +1355,21 @@ def test_fedmlb_trains_where_a_hybrid_is_certain():
     worker, step, *_ = begin("fedmlb", net=two_networks("resnet56", 62))
     worker.net.float(), worker.nets["glob"].float()
     x, y = batch(3)
-    assert step(200 * x.float(), y).isfinite() and all(p.isfinite().all() for p in worker.net.parameters())
+    assert step(200 * x.float(), y).isfinite() and all(
+        p.isfinite().all() for p in worker.net.parameters()
+    )
 
 
 def test_fedmlb_with_feddyn(tmp_path):
     """Without pathways it is FedDyn; with them both terms act."""
     flags = ["--dyn-alpha", "0.1"]
-    assert same(final("fedmlb", tmp_path / "mlb", *flags, "--lambda1", "0", "--lambda2", "0")[0], final("feddyn", tmp_path / "dyn", *flags)[0])
-    assert not same(final("fedmlb", tmp_path / "both", *flags)[0], final("feddyn", tmp_path / "dyn2", *flags)[0])
+    assert same(
+        final("fedmlb", tmp_path / "mlb", *flags, "--lambda1", "0", "--lambda2", "0")[0],
+        final("feddyn", tmp_path / "dyn", *flags)[0],
+    )
+    assert not same(
+        final("fedmlb", tmp_path / "both", *flags)[0], final("feddyn", tmp_path / "dyn2", *flags)[0]
+    )
 
 
 def test_rfedavg_step():
@@ -982,24 +1378,51 @@ def test_rfedavg_step():
     deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
     x, y = batch()
     for variant in ("rfedavg", "rfedavg+"):
-        worker, step, *_, args, w = begin("rfedavg", ["--variant", variant, "--lam", "0.3", "--clients", "10"], server={"deltas": deltas})
+        worker, step, *_, args, w = begin(
+            "rfedavg",
+            ["--variant", variant, "--lam", "0.3", "--clients", "10"],
+            server={"deltas": deltas},
+        )
         twin = copy.deepcopy(worker.net)
         phi = twin[:-1](x)
         total = F.cross_entropy(twin[-1](phi), y)
         others = torch.stack([deltas[j] for j in (1, 4, 7)])
         mean = phi.mean(0)
-        total = total + 0.3 * ((mean - others).square().sum(1).mean() if variant == "rfedavg" else (mean - others.mean(0)).square().sum())
+        total = total + 0.3 * (
+            (mean - others).square().sum(1).mean()
+            if variant == "rfedavg"
+            else (mean - others.mean(0)).square().sum()
+        )
         expected = torch.autograd.grad(total, list(twin.parameters()))
         loss, grads = gradients(worker, step, x, y)
         assert loss == pytest.approx(total.item(), rel=1e-5)
-        assert all(torch.allclose(a, e, rtol=1e-4, atol=1e-6) for a, e in zip(grads.values(), expected))  # features are fp32
+        assert all(
+            torch.allclose(a, e, rtol=1e-4, atol=1e-6) for a, e in zip(grads.values(), expected)
+        )  # features are fp32
 
 
 def test_rfedavg_deltas(tmp_path):
     """delta: of the local network at the end of the round, or of the new global network; bytes as 4S + 4dN, 4S + 4d."""
-    for variant, sample, down in (("rfedavg", "1", 4 * 256), ("rfedavg+", "1", 256), ("rfedavg+", "0.5", 256)):
+    for variant, sample, down in (
+        ("rfedavg", "1", 4 * 256),
+        ("rfedavg+", "1", 256),
+        ("rfedavg+", "0.5", 256),
+    ):
         out = tmp_path / (variant + sample)
-        net, rows = SCRIPTS["rfedavg"].main([*TINY, "--variant", variant, "--sample", sample, "--rounds", "3", "--out", str(out), "--save-clients"])
+        net, rows = SCRIPTS["rfedavg"].main(
+            [
+                *TINY,
+                "--variant",
+                variant,
+                "--sample",
+                sample,
+                "--rounds",
+                "3",
+                "--out",
+                str(out),
+                "--save-clients",
+            ]
+        )
         size, sampled = common.nbytes(net.state_dict()), 4 if sample == "1" else 2
         again = size if sample == "0.5" else 0
         assert [row["bytes_down"] for row in rows[1:]] == [sampled * (size + 4 * down + again)] * 2
@@ -1013,13 +1436,22 @@ def test_rfedavg_deltas(tmp_path):
             net.load_state_dict(common.load(out / "clients" / f"{k}.pt"))
         net.eval()
         with torch.no_grad():
-            assert torch.allclose(deltas[k], net[:-1](data.normalise(data.x[part])).mean(0), atol=1e-4)
+            assert torch.allclose(
+                deltas[k], net[:-1](data.normalise(data.x[part])).mean(0), atol=1e-4
+            )
 
 
 def test_rfedavg_noise():
     """Clipped to norm C; the noise has standard deviation sigma C / B."""
-    worker, _, _, client, args, _ = begin("rfedavg", ["--noise", "2", "--noise-clip", "0.01", "--variant", "rfedavg"])
-    draws = torch.stack([rfedavg.delta_of(worker, common.Client(0, np.arange(8), {}), {"round": r}, args) for r in range(1, 60)])
+    worker, _, _, client, args, _ = begin(
+        "rfedavg", ["--noise", "2", "--noise-clip", "0.01", "--variant", "rfedavg"]
+    )
+    draws = torch.stack(
+        [
+            rfedavg.delta_of(worker, common.Client(0, np.arange(8), {}), {"round": r}, args)
+            for r in range(1, 60)
+        ]
+    )
     assert draws.std(0).mean().item() == pytest.approx(2 * 0.01 / 32, rel=0.1)
     assert draws.mean(0).norm().item() == pytest.approx(0.01, rel=0.2)
 
@@ -1029,7 +1461,10 @@ def test_rfedavg_code_reading(tmp_path):
     delta in rfedavg and on the mean that all clients share in rfedavg+."""
     noise = 3 / 32**0.5
     deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
-    for variant, mean in (("rfedavg", 1.0), ("rfedavg+", 0.5)):  # of clients 0 and 1 this is client 0
+    for variant, mean in (
+        ("rfedavg", 1.0),
+        ("rfedavg+", 0.5),
+    ):  # of clients 0 and 1 this is client 0
         flags = ["--variant", variant, "--reading", "code"]
         worker, *_, args, _ = begin("rfedavg", flags, server={"deltas": deltas})
         assert worker.pins["mean"].mean().item() == mean and worker.pins["mean"].std() == 0
@@ -1042,17 +1477,33 @@ def test_rfedavg_code_reading(tmp_path):
         worker, *_, args, _ = begin("rfedavg", [*flags, "--noise", "3"], server={"deltas": deltas})
         spread = (rfedavg.delta_of(worker, client, {"round": 1}, args) - delta).std().item()
         assert spread == (pytest.approx(noise, rel=0.2) if variant == "rfedavg" else 0)  # 256 draws
-        assert worker.pins["mean"].std().item() == (0 if variant == "rfedavg" else pytest.approx(noise, rel=0.2))
-        again = rfedavg.targets({"deltas": deltas, "clients": [0, 1], "round": 2}, common.Client(1, np.arange(3), {}), args)
+        assert worker.pins["mean"].std().item() == (
+            0 if variant == "rfedavg" else pytest.approx(noise, rel=0.2)
+        )
+        again = rfedavg.targets(
+            {"deltas": deltas, "clients": [0, 1], "round": 2},
+            common.Client(1, np.arange(3), {}),
+            args,
+        )
         if variant == "rfedavg+":  # the same for all clients
             assert torch.equal(again.mean(0).double(), worker.pins["mean"].double())
-    final("rfedavg", tmp_path / "run", "--reading", "code", "--sample", "0.5", "--variant", "rfedavg")
+    final(
+        "rfedavg", tmp_path / "run", "--reading", "code", "--sample", "0.5", "--variant", "rfedavg"
+    )
 
 
 def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
     """--drop-last with batches larger than the smallest client: its variate stays 0."""
     sizes = [len(p) for p in common.partition(common.glyphs(), server_args())]
-    final("scaffold", tmp_path / "run", "--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "3")
+    final(
+        "scaffold",
+        tmp_path / "run",
+        "--drop-last",
+        "--batch-size",
+        str(min(sizes) + 1),
+        "--rounds",
+        "3",
+    )
     version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
     assert all(c.abs().max() == 0 for c in common.load(version)["c"])
 
@@ -1061,7 +1512,10 @@ def test_qfedavg_leaves_an_untrained_client_out(tmp_path):
     """As FedAvg with --weighting uniform does: at q = 0 they agree."""
     sizes = [len(p) for p in common.partition(common.glyphs(), server_args())]
     flags = ["--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "2"]
-    a, b = final("qfedavg", tmp_path / "q", *flags, "--q", "0")[0], final("fedavg", tmp_path / "f", *flags, "--weighting", "uniform")[0]
+    a, b = (
+        final("qfedavg", tmp_path / "q", *flags, "--q", "0")[0],
+        final("fedavg", tmp_path / "f", *flags, "--weighting", "uniform")[0],
+    )
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
@@ -1098,8 +1552,17 @@ def test_defaults_are_the_papers(monkeypatch):
     assert (seen["moon"].mu, seen["moon"].temperature, seen["moon"].projection) == (1, 0.5, 256)
     assert (seen["stochdepth"].keep, seen["mixup"].gamma, seen["fedprox"].mu) == (0.9, 0.1, 1e-4)
     assert (seen["fedcka"].mu, seen["fedcka"].layers, seen["gradaug"].min_width) == (3, 2, 0.8)
-    assert (seen["fedmlb"].lambda1, seen["fedmlb"].lambda2, seen["fedgkd"].gamma, seen["fedgkd"].buffer) == (1, 1, 0.2, 5)
-    assert (seen["feddyn"].dyn_alpha, seen["feddyn"].weighting, seen["qfedavg"].q) == (0.1, "uniform", 1)
+    assert (
+        seen["fedmlb"].lambda1,
+        seen["fedmlb"].lambda2,
+        seen["fedgkd"].gamma,
+        seen["fedgkd"].buffer,
+    ) == (1, 1, 0.2, 5)
+    assert (seen["feddyn"].dyn_alpha, seen["feddyn"].weighting, seen["qfedavg"].q) == (
+        0.1,
+        "uniform",
+        1,
+    )
 
 
 def test_qfedavg_takes_the_server_optimizers(tmp_path):
@@ -1109,26 +1572,52 @@ def test_qfedavg_takes_the_server_optimizers(tmp_path):
     half, _ = final("qfedavg", tmp_path / "half", "--rounds", "1", "--server-lr", "0.5")
     torch.manual_seed(0)
     w = common.build_net("cnn", 62).state_dict()
-    assert all(torch.allclose(plain[k], same_[k], atol=1e-6) and torch.allclose(half[k] - w[k], (plain[k] - w[k]) / 2, atol=1e-6) for k in w)
+    assert all(
+        torch.allclose(plain[k], same_[k], atol=1e-6)
+        and torch.allclose(half[k] - w[k], (plain[k] - w[k]) / 2, atol=1e-6)
+        for k in w
+    )
 
 
-@pytest.mark.parametrize("name, argv, word", [
-    ("fedcka", ["--layers", "8"], "--layers"), ("fedmlb", ["--pathways", "9"], "--pathways"), ("fedmlb", ["--pathways", "1,x"], "--pathways"),
-    ("stochdepth", [], "--model"), ("fedkd", ["--gamma", "3"], "--gamma"), ("fedntd", ["--ntd-beta", "3"], "--ntd-beta"),
-    ("rfedavg", ["--noise", "1"], "--noise-clip"), ("rfedavg", ["--noise-clip", "1"], "--noise-clip"),
-    ("fedcka", ["--batch-size", "2"], "--batch-size"), ("scaffold", ["--correction", "gradient", "--persist-opt"], "--persist-opt"),
-    ("gradaug", ["--resolutions", "32,x"], "--resolutions")])
+@pytest.mark.parametrize(
+    "name, argv, word",
+    [
+        ("fedcka", ["--layers", "8"], "--layers"),
+        ("fedmlb", ["--pathways", "9"], "--pathways"),
+        ("fedmlb", ["--pathways", "1,x"], "--pathways"),
+        ("stochdepth", [], "--model"),
+        ("fedkd", ["--gamma", "3"], "--gamma"),
+        ("fedntd", ["--ntd-beta", "3"], "--ntd-beta"),
+        ("rfedavg", ["--noise", "1"], "--noise-clip"),
+        ("rfedavg", ["--noise-clip", "1"], "--noise-clip"),
+        ("fedcka", ["--batch-size", "2"], "--batch-size"),
+        ("scaffold", ["--correction", "gradient", "--persist-opt"], "--persist-opt"),
+        ("gradaug", ["--resolutions", "32,x"], "--resolutions"),
+    ],
+)
 def test_bad_method_flags(tmp_path, capsys, name, argv, word):
     with pytest.raises(SystemExit) as stop:
         SCRIPTS[name].main([*TINY, "--out", str(tmp_path / "run"), *argv])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and len(err.splitlines()) == 1 and word in err and not (tmp_path / "run").exists()
+    assert (
+        stop.value.code == 2
+        and len(err.splitlines()) == 1
+        and word in err
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_bytes_follow_the_methods_account(tmp_path):
     """Model S, parameters P (no batch norm: P = S), in units of sampled clients, from the second round on."""
-    for name, flags, down, up in [("fedavg", [], 1, 1), ("moon", [], 1, 1), ("fedcka", [], 1, 1), ("fedmlb", [], 1, 1), ("feddyn", [], 1, 1),
-                                  ("scaffold", [], 2, 2), ("fedgkd", [], 2, 1)]:
+    for name, flags, down, up in [
+        ("fedavg", [], 1, 1),
+        ("moon", [], 1, 1),
+        ("fedcka", [], 1, 1),
+        ("fedmlb", [], 1, 1),
+        ("feddyn", [], 1, 1),
+        ("scaffold", [], 2, 2),
+        ("fedgkd", [], 2, 1),
+    ]:
         net, rows = SCRIPTS[name].main([*TINY, *flags, "--out", str(tmp_path / name)])
         size = 4 * common.nbytes(net.state_dict())
         assert (rows[1]["bytes_down"] / size, rows[1]["bytes_up"] / size) == (down, up), name

@@ -1,4 +1,5 @@
 """Runs as a user sees them: folders, resuming after a kill, errors."""
+
 import fcntl
 import json
 import os
@@ -36,12 +37,22 @@ def assert_equal_runs(a, b):
 
 def start(name, *argv):
     """A script in a process of its own, on the small glyphs."""
-    code = f"import common, sys; common.GLYPHS = (600, 200); import {name}; {name}.main(sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *argv], cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
+    code = (
+        f"import common, sys; common.GLYPHS = (600, 200); import {name}; {name}.main(sys.argv[1:])"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+    )
 
 
 def rounds_in(out):
-    return len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
+    return (
+        len((out / "metrics.jsonl").read_bytes().splitlines())
+        if (out / "metrics.jsonl").exists()
+        else 0
+    )
 
 
 def test_one_process_a_run(tmp_path, capsys):
@@ -64,7 +75,9 @@ def test_one_process_a_run(tmp_path, capsys):
     assert len(rows_of(out)) == 2
 
 
-@pytest.mark.parametrize("name", ["fedalign", "scaffold", "fedgkd", "rfedavg"])  # each sort of client and server state
+@pytest.mark.parametrize(
+    "name", ["fedalign", "scaffold", "fedgkd", "rfedavg"]
+)  # each sort of client and server state
 def test_resume_after_kill(tmp_path, name):
     """SIGKILL at a random moment of rounds 1 to 3 and again of 3 to 6, then --resume: equal to an uncut run bit for bit."""
     flags = [*TINY, "--rounds", "8", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
@@ -105,7 +118,9 @@ def test_resume_after_a_kill_inside_a_round(tmp_path, monkeypatch, rounds):
     with pytest.raises(Killed):
         fedavg.main([*flags, "--out", str(tmp_path / "cut")])
     monkeypatch.setattr(common, "evaluate", evaluate)
-    (tmp_path / "cut" / "metrics.jsonl").open("a").write('{"round": 9, "te')  # a row that was being written
+    (tmp_path / "cut" / "metrics.jsonl").open("a").write(
+        '{"round": 9, "te'
+    )  # a row that was being written
     fedavg.main(["--out", str(tmp_path / "cut"), "--resume"])  # its own flags are the defaults
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
@@ -134,11 +149,23 @@ def test_more_rounds_on_resume(tmp_path):
 def test_config_records_the_run(tmp_path):
     fedavg.main([*TINY, "--out", str(tmp_path / "run"), "--workers", "2"])
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["script"] == "fedavg" and config["workers"] == 2 and config["threads"] >= 1 and config["flags"]["lr"] == 0.01
+    assert (
+        config["script"] == "fedavg"
+        and config["workers"] == 2
+        and config["threads"] >= 1
+        and config["flags"]["lr"] == 0.01
+    )
     assert config["versions"]["torch"] == torch.__version__ and "commit" in config
     assert re.fullmatch(r"\S.*, \d+ cores", config["device"])
     left = {p.name for p in (tmp_path / "run").iterdir()}
-    assert left == {"config.json", "metrics.jsonl", "checkpoint.pt", "model.pt", "best.pt", "states"}
+    assert left == {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoint.pt",
+        "model.pt",
+        "best.pt",
+        "states",
+    }
 
 
 def refused(capsys, argv, *words, script=fedavg, code=2):
@@ -146,23 +173,51 @@ def refused(capsys, argv, *words, script=fedavg, code=2):
     with pytest.raises(SystemExit) as stop:
         script.main(argv)
     out, err = capsys.readouterr()
-    assert "Traceback" not in err and stop.value.code == code and len(err.splitlines()) == 1 and "error:" in err and out == "", err
+    assert (
+        "Traceback" not in err
+        and stop.value.code == code
+        and len(err.splitlines()) == 1
+        and "error:" in err
+        and out == ""
+    ), err
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--clients", "0"], ["--clients", "at least 1"]), (["--sample", "0"], ["--sample", "above 0"]), (["--sample", "1.5"], ["--sample", "at most 1"]),
-    (["--alpha", "0"], ["--alpha", "above 0"]), (["--alpha", "nan"], ["--alpha", "nan"]), (["--rounds", "-1"], ["--rounds", "-1"]),
-    (["--rounds", "2.5"], ["--rounds", "integer"]), (["--dataset", "cifar11"], ["--dataset", "cifar11", "glyphs"]), (["--lr", "inf"], ["--lr"]),
-    (["--augment", "crop,spin"], ["--augment", "rotateDEGREES"]), (["--workers", "many"], ["--workers"]), (["--nonsense"], ["--nonsense"]),
-    (["--model", "vit"], ["--model", "resnet56"]), (["--device", "tpu"], ["--device", "cuda"]), (["--rounds", "9" * 400], ["--rounds", "at most"]),
-    (["--model", "resnet18", "--batch-size", "1"], ["--batch-size", "batch norm"]), (["--seed", "-1"], ["--seed"]), (["--similarity", "101"], ["--similarity", "100"]),
-    (["--split-file", "x"], ["--split-file", "--partition file"]), (["--partition", "file"], ["--split-file"]), (["--resume"], ["--resume", "--out"]),
-    (["--clients", "61"], ["600", "61", "--clients"]), (["--alpha", "0.001", "--clients", "55"], ["1000 draws", "--alpha"]),
-    (["--partition", "file", "--split-file", "/nonexistent"], ["--split-file /nonexistent"]), (["--partition", "natural"], ["writers"]),
-    (["--partition", "iid", "--clients", "601"], ["no sample"]), (["--drop-last", "--batch-size", "599"], ["--drop-last"]),
-    (["--dataset", "folder", "--data-dir", "/nonexistent"], ["/nonexistent", "train"]), (["--image-size", "10"], ["--image-size"]),
-    (["--model", "resnet56", "--partition", "iid", "--clients", "600"], ["single sample"])])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--clients", "0"], ["--clients", "at least 1"]),
+        (["--sample", "0"], ["--sample", "above 0"]),
+        (["--sample", "1.5"], ["--sample", "at most 1"]),
+        (["--alpha", "0"], ["--alpha", "above 0"]),
+        (["--alpha", "nan"], ["--alpha", "nan"]),
+        (["--rounds", "-1"], ["--rounds", "-1"]),
+        (["--rounds", "2.5"], ["--rounds", "integer"]),
+        (["--dataset", "cifar11"], ["--dataset", "cifar11", "glyphs"]),
+        (["--lr", "inf"], ["--lr"]),
+        (["--augment", "crop,spin"], ["--augment", "rotateDEGREES"]),
+        (["--workers", "many"], ["--workers"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["--model", "vit"], ["--model", "resnet56"]),
+        (["--device", "tpu"], ["--device", "cuda"]),
+        (["--rounds", "9" * 400], ["--rounds", "at most"]),
+        (["--model", "resnet18", "--batch-size", "1"], ["--batch-size", "batch norm"]),
+        (["--seed", "-1"], ["--seed"]),
+        (["--similarity", "101"], ["--similarity", "100"]),
+        (["--split-file", "x"], ["--split-file", "--partition file"]),
+        (["--partition", "file"], ["--split-file"]),
+        (["--resume"], ["--resume", "--out"]),
+        (["--clients", "61"], ["600", "61", "--clients"]),
+        (["--alpha", "0.001", "--clients", "55"], ["1000 draws", "--alpha"]),
+        (["--partition", "file", "--split-file", "/nonexistent"], ["--split-file /nonexistent"]),
+        (["--partition", "natural"], ["writers"]),
+        (["--partition", "iid", "--clients", "601"], ["no sample"]),
+        (["--drop-last", "--batch-size", "599"], ["--drop-last"]),
+        (["--dataset", "folder", "--data-dir", "/nonexistent"], ["/nonexistent", "train"]),
+        (["--image-size", "10"], ["--image-size"]),
+        (["--model", "resnet56", "--partition", "iid", "--clients", "600"], ["single sample"]),
+    ],
+)
 def test_bad_flags(tmp_path, capsys, argv, words):
     out = tmp_path / "run"
     if "natural" in argv:
@@ -173,13 +228,19 @@ def test_bad_flags(tmp_path, capsys, argv, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_no_gpu(tmp_path, capsys):
-    refused(capsys, [*TINY, "--device", "cuda", "--out", str(tmp_path / "run")], "--device", "no GPU")
+    refused(
+        capsys, [*TINY, "--device", "cuda", "--out", str(tmp_path / "run")], "--device", "no GPU"
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_bad_images(tmp_path, capsys):
     def refuse(root, *words):
-        refused(capsys, [*TINY, "--dataset", "folder", "--data-dir", str(root), "--out", str(tmp_path / "run")], *words)
+        refused(
+            capsys,
+            [*TINY, "--dataset", "folder", "--data-dir", str(root), "--out", str(tmp_path / "run")],
+            *words,
+        )
         assert not (tmp_path / "run").exists()
 
     (tmp_path / "empty").mkdir()
@@ -207,8 +268,15 @@ def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
 
     def offline(*args, **kwargs):
         raise RuntimeError("Error downloading\ncifar-100-python.tar.gz")
+
     monkeypatch.setattr(datasets, "CIFAR100", offline)
-    refused(capsys, [*TINY, "--dataset", "cifar100", "--out", str(tmp_path / "run")], "cifar100", "downloaded", "folder")
+    refused(
+        capsys,
+        [*TINY, "--dataset", "cifar100", "--out", str(tmp_path / "run")],
+        "cifar100",
+        "downloaded",
+        "folder",
+    )
 
 
 def test_runs_are_not_overwritten(tmp_path, capsys):
@@ -218,7 +286,13 @@ def test_runs_are_not_overwritten(tmp_path, capsys):
     refused(capsys, [*TINY, "--out", out], out, "--resume")
     refused(capsys, [*TINY, "--out", out, "--resume", "--lr", "0.5"], "--lr", "0.5", "0.01")
     refused(capsys, [*TINY, "--out", out, "--resume", "--rounds", "1"], "--rounds", "1", "2")
-    refused(capsys, [*TINY, "--out", out, "--resume"], "fedavg.py", "fedprox.py", script=SCRIPTS["fedprox"])
+    refused(
+        capsys,
+        [*TINY, "--out", out, "--resume"],
+        "fedavg.py",
+        "fedprox.py",
+        script=SCRIPTS["fedprox"],
+    )
     refused(capsys, [*TINY, "--out", str(tmp_path / "none"), "--resume"], "none", "no run")
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
 
@@ -226,16 +300,34 @@ def test_runs_are_not_overwritten(tmp_path, capsys):
 def test_bad_checkpoints(tmp_path, capsys):
     out = tmp_path / "run"
     fedavg.main([*TINY, "--out", str(out)])
-    good, resume = (out / "checkpoint.pt").read_bytes(), ["--out", str(out), "--resume", "--rounds", "3", "--quiet"]
+    good, resume = (
+        (out / "checkpoint.pt").read_bytes(),
+        ["--out", str(out), "--resume", "--rounds", "3", "--quiet"],
+    )
 
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/pwned",)
 
-    for write in (lambda p: p.write_bytes(good[:len(good) // 2]), lambda p: p.write_bytes(b""), lambda p: torch.save({"net": {}}, p),
-                  lambda p: torch.save([1, 2], p), lambda p: torch.save({**torch.load(p), "script": "moon"}, p) if p.write_bytes(good) else None,
-                  lambda p: torch.save({"script": "fedavg", "net": {"x": torch.ones(1)}, "server": {"round": 2}, "clients": {}}, p),
-                  lambda p: torch.save(Evil(), p)):
+    for write in (
+        lambda p: p.write_bytes(good[: len(good) // 2]),
+        lambda p: p.write_bytes(b""),
+        lambda p: torch.save({"net": {}}, p),
+        lambda p: torch.save([1, 2], p),
+        lambda p: (
+            torch.save({**torch.load(p), "script": "moon"}, p) if p.write_bytes(good) else None
+        ),
+        lambda p: torch.save(
+            {
+                "script": "fedavg",
+                "net": {"x": torch.ones(1)},
+                "server": {"round": 2},
+                "clients": {},
+            },
+            p,
+        ),
+        lambda p: torch.save(Evil(), p),
+    ):
         write(out / "checkpoint.pt")
         before = (out / "metrics.jsonl").read_bytes()
         refused(capsys, resume, "checkpoint.pt")
@@ -249,13 +341,24 @@ def test_bad_checkpoints(tmp_path, capsys):
     refused(capsys, resume, "checkpoint.pt", "missing")
     assert (out / "metrics.jsonl").read_bytes() == rows
     (out / "checkpoint.pt").write_bytes(good)
-    for damaged in (b"", b"5\n5\n", b"\xff\xfe\n" + rows, rows.replace(b"test_acc", b"acc"), rows.replace(b'"round": 1', b'"round": 7')):
+    for damaged in (
+        b"",
+        b"5\n5\n",
+        b"\xff\xfe\n" + rows,
+        rows.replace(b"test_acc", b"acc"),
+        rows.replace(b'"round": 1', b'"round": 7'),
+    ):
         (out / "metrics.jsonl").write_bytes(damaged)
         refused(capsys, resume, "metrics.jsonl", "damaged")
     (out / "metrics.jsonl").write_bytes(rows)
-    for damaged, word in (("{", "config.json"), ("[]", "config.json"), (config.replace('"threads"', '"thread"'), "config.json"),
-                          (config.replace('"cnn"', '"vit"'), "--model"), (config.replace('"clients": 4', '"clients": 0'), "--clients"),
-                          (config.replace('"clients": 4', '"clients": 5'), "--clients")):
+    for damaged, word in (
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        (config.replace('"threads"', '"thread"'), "config.json"),
+        (config.replace('"cnn"', '"vit"'), "--model"),
+        (config.replace('"clients": 4', '"clients": 0'), "--clients"),
+        (config.replace('"clients": 4', '"clients": 5'), "--clients"),
+    ):
         assert damaged != config
         (out / "config.json").write_text(damaged)
         refused(capsys, resume, word)
@@ -286,25 +389,48 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
 
 def test_full_disk_is_one_line(tmp_path):
     """No file may grow beyond 300 kB here, which is how a full disk looks from inside; the first checkpoint has 600."""
-    code = ("import common, resource, signal, sys; common.GLYPHS = (600, 200); import fedavg; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); fedavg.main(sys.argv[1:])")
-    done = subprocess.run([sys.executable, "-c", code, *TINY, "--out", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "too large" in done.stderr, done.stderr
+    code = (
+        "import common, resource, signal, sys; common.GLYPHS = (600, 200); import fedavg; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); fedavg.main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *TINY, "--out", str(tmp_path / "run")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "too large" in done.stderr
+    ), done.stderr
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
 def test_script_help_and_interrupt(tmp_path):
     """From the shell: --help shows the paper and the defaults; Ctrl-C ends with one line that says how to go on."""
-    shown = subprocess.run([sys.executable, "fedprox.py", "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "fedprox.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     shown = " ".join(shown.split())
-    assert "MLSys 2020" in shown and "(default: 0.0001)" in shown and "--client_number" not in shown and "--client-number is --clients" in shown
+    assert (
+        "MLSys 2020" in shown
+        and "(default: 0.0001)" in shown
+        and "--client_number" not in shown
+        and "--client-number is --clients" in shown
+    )
     out = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "fedavg.py", *TINY, "--rounds", "500", "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "fedavg.py", *TINY, "--rounds", "500", "--out", str(out)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not (out / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and len(err.splitlines()) == 1 and f"--out {out} --resume" in err
+    assert (
+        process.returncode == 130 and len(err.splitlines()) == 1 and f"--out {out} --resume" in err
+    )
 
 
 def test_a_second_interrupt_changes_nothing(tmp_path):
@@ -312,12 +438,33 @@ def test_a_second_interrupt_changes_nothing(tmp_path):
     waits for a lock would never end."""
     for i in (1, 3):
         out = tmp_path / str(i)
-        process = subprocess.Popen([sys.executable, "fedavg.py", *TINY, "--rounds", "500", "--workers", "2", "--batch-size", "8", "--out", str(out)],
-                                   cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "fedavg.py",
+                *TINY,
+                "--rounds",
+                "500",
+                "--workers",
+                "2",
+                "--batch-size",
+                "8",
+                "--out",
+                str(out),
+            ],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         while not (out / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.02)
         for pause in (0.03 * i, 0.003 * i):
             time.sleep(pause)
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 130 and len(err.splitlines()) == 1 and f"--out {out} --resume" in err
+        assert (
+            process.returncode == 130
+            and len(err.splitlines()) == 1
+            and f"--out {out} --resume" in err
+        )
