@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 import common
 
+ROOT = pathlib.Path(__file__).parent  # of the method scripts
+
 
 def machine(args):
     """The words with which an analysis under args opens a run."""
@@ -43,40 +45,33 @@ def add_machine(parser):
     )
 
 
-def method_call(script, argv=(), flags={}):
-    """What `python SCRIPT.py argv` hands to run(), without running it: args, local_update, aggregate, after_round, adapt.
-    flags: those of a finished run, taken before argv. UserError if the script is no method's, does not take the flags
-    or does not call run()."""
-    if not script.isidentifier() or not pathlib.Path(__file__).with_name(f"{script}.py").is_file():
+def method_call(script, argv=()):
+    """Return what `python SCRIPT.py argv` hands to run(), without running it.
+
+    A namespace of args, local_update, aggregate, after_round and adapt. UserError if the script is no
+    method's, or does not take the flags.
+    """
+    if not script.isidentifier() or not (ROOT / f"{script}.py").is_file():
         raise common.UserError(f"{script}.py: no such script beside common.py")
-    module, calls, message = importlib.import_module(script), [], io.StringIO()
+    module, message = importlib.import_module(script), io.StringIO()
     if not hasattr(module, "local_update"):
         raise common.UserError(f"{script}.py: not the script of a method")
 
     def note(args, local_update, aggregate=common.average, after_round=None, adapt=None):
-        calls.append(
-            types.SimpleNamespace(
-                args=args,
-                local_update=local_update,
-                aggregate=aggregate,
-                after_round=after_round,
-                adapt=adapt,
-            )
+        return types.SimpleNamespace(
+            args=args,
+            local_update=local_update,
+            aggregate=aggregate,
+            after_round=after_round,
+            adapt=adapt,
         )
 
-    train, common.run, common.Parser.preset = common.run, note, flags
     try:
         with contextlib.redirect_stderr(message):
-            module.main(list(argv))
+            return module.main(list(argv), run=note)
     except SystemExit:
-        raise common.UserError(
-            f"{script}.py: {message.getvalue().partition('error: ')[2]}"
-        ) from None
-    finally:
-        common.run, common.Parser.preset = train, {}
-    if not calls:
-        raise common.UserError(f"{script}.py: trains nothing with these flags")
-    return calls[0]
+        why = message.getvalue().partition("error: ")[2]
+        raise common.UserError(f"{script}.py: {why}") from None
 
 
 @dataclasses.dataclass
@@ -139,11 +134,8 @@ def open_run(path, argv=()):
             f"{path / 'model.pt'}: missing; the run has not finished (--out {path} --resume continues it)"
         )
     try:
-        call = method_call(
-            config["script"],
-            [*argv, "--precision=fp32"],
-            {k: v for k, v in config["flags"].items() if k != "device"},
-        )
+        words = [*config["argv"], "--device=auto", *argv, "--precision=fp32"]
+        call = method_call(config["script"], words)
     except common.UserError as e:
         raise common.UserError(f"{path / 'config.json'}: {e}") from None
     try:

@@ -107,95 +107,102 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class PlainParser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
+    """argparse with one-line errors, whose --help opens with the description."""
 
     def __init__(self, doc, **options):
-        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False, **options)
+        options = {"usage": argparse.SUPPRESS, "formatter_class": _Help, **options}
+        super().__init__(description=doc, allow_abbrev=False, **options)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class Parser(PlainParser):
-    """A parser with the aliases above, and a --resume that takes the run's own flags as defaults."""
+    """The parser of a method script, with the aliases above.
 
-    preset = {}  # flags of a finished run that is opened
+    args.script is the script's name, args.argv the words of the command line without --out and
+    --resume. With --resume the words of the run's own command come first.
+    """
+
+    def __init__(self, doc, script, **options):
+        self.script = pathlib.Path(script).stem
+        super().__init__(doc, prog=f"{self.script}.py", **options)
 
     def parse_args(self, argv=None):
-        argv = [_canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
-        argv = [*self._words(self.preset), *argv]
-        args = super().parse_args(argv)
-        if args.resume:
-            try:
-                args = self._resumed(argv, args.out)
-            except UserError as e:
-                self.error(str(e))
-        if args.partition == "file" and not args.split_file:
-            self.error("argument --split-file: needed by --partition file")
-        if args.split_file and args.partition != "file":
-            self.error("argument --split-file: only read by --partition file")
-        if args.leak and (args.dataset, args.partition) != ("sent140", "natural"):
-            self.error("argument --leak: only for --dataset sent140 with --partition natural")
-        if args.dataset == "sent140":
-            for flag, neutral in (
-                ("image_size", None),
-                ("augment", ("auto", "none")),
-                ("normalise", "dataset"),
-            ):
-                if getattr(args, flag) not in (
-                    neutral if isinstance(neutral, tuple) else (neutral,)
-                ):
-                    self.error(
-                        f"argument --{flag.replace('_', '-')}: of images, and sent140 is text"
-                    )
-        if args.dataset == "imagenet-200" and args.augment not in ("auto", "none"):
-            self.error("argument --augment: takes auto or none for imagenet-200")
-        if args.users and args.partition not in NATURAL:
-            self.error("argument --users: only read by --partition natural and natural-iid")
-        if args.users and args.users < args.clients:
-            self.error(f"argument --users: {args.users} is less than the {args.clients} --clients")
-        if args.server_lr is None:
-            args.server_lr = 0.01 if args.server == "adam" else 1.0
-        if args.server_momentum is None:
-            args.server_momentum = 0.9 if args.server == "adam" else 0.4
+        words = [canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
+        args = super().parse_args(words)
+        try:
+            if args.resume:
+                words = [*recorded_words(args.out, self.script), *words]
+                args = super().parse_args(words)
+            args.script, args.argv = self.script, without_place(words)
+            if args.server_lr is None:
+                args.server_lr = 0.01 if args.server == "adam" else 1.0
+            if args.server_momentum is None:
+                args.server_momentum = 0.9 if args.server == "adam" else 0.4
+            check_flags(args)
+        except UserError as e:
+            self.error(str(e))
         return args
 
-    def _resumed(self, argv, out):
-        if not out:
-            raise UserError("argument --resume: name the run to continue with --out")
-        flags = read_config(pathlib.Path(out))["flags"]
-        args = super().parse_args([*self._words(flags), *argv])
-        for k, v in vars(args).items():
-            if k not in FREE_ON_RESUME and k in flags and v != flags[k]:
-                raise UserError(
-                    f"argument --{k.replace('_', '-')}: {v} differs from the {flags[k]} of the run in {out}; "
-                    "leave it out, or start a new run with another --out"
-                )
-        if args.rounds < flags["rounds"]:
-            raise UserError(
-                f"argument --rounds: {args.rounds} is less than the run's {flags['rounds']}"
-            )
-        return args
 
-    def _words(self, flags):
-        """flags, a dict, as the words of a command line, so that they are checked like any other."""
-        for action in self._actions:
-            value, option = (
-                flags.get(action.dest),
-                action.option_strings[-1 if flags.get(action.dest) is False else 0],
-            )
-            if (
-                value is None
-                or action.dest in ("out", "resume")
-                or value is False
-                and not option.startswith("--no-")
-            ):
-                continue
-            value = ",".join(map(str, value)) if isinstance(value, list) else value
-            yield option if isinstance(value, bool) else f"{option}={value}"
+def check_flags(args):
+    """Raise UserError where flags do not go together."""
+    text = args.dataset == "sent140"
+    by_writer = args.partition in NATURAL
+    vectors = "glove.6B.300d.txt is in https://nlp.stanford.edu/data/glove.6B.zip; or say random"
+    mistakes = {
+        "--split-file: needed by --partition file": args.partition == "file"
+        and not args.split_file,
+        "--split-file: only read by --partition file": args.split_file and args.partition != "file",
+        "--leak: only for --dataset sent140 with --partition natural": args.leak
+        and not (text and args.partition == "natural"),
+        "--image-size: of images, and sent140 is text": text and args.image_size,
+        "--augment: of images, and sent140 is text": text and args.augment not in ("auto", "none"),
+        "--normalise: of images, and sent140 is text": text and args.normalise != "dataset",
+        "--augment: takes auto or none for imagenet-200": args.dataset == "imagenet-200"
+        and args.augment not in ("auto", "none"),
+        "--users: only read by --partition natural and natural-iid": args.users and not by_writer,
+        f"--users: {args.users} is less than the {args.clients} --clients": args.users
+        and args.users < args.clients,
+        "--model: --dataset sent140 is text; use lstm": text and args.model != "lstm",
+        f"--model: --dataset {args.dataset} is of images, and lstm is for text (sent140)": not text
+        and args.model == "lstm",
+        "--vectors: only read by --model lstm": args.vectors and args.model != "lstm",
+        f"--vectors: needed by --model lstm; {vectors}": args.model == "lstm" and not args.vectors,
+    }
+    for message, mistaken in mistakes.items():
+        if mistaken:
+            raise UserError(f"argument {message}")
 
 
-def _canonical(word):
+def recorded_words(out, script):
+    """Return the words of the command that began the run in the folder out, a run of script."""
+    if not out:
+        raise UserError("argument --resume: name the run to continue with --out")
+    config = read_config(pathlib.Path(out))
+    if config["script"] != script:
+        raise UserError(f"--out {out}: a run of {config['script']}.py, not of {script}.py")
+    return config["argv"]
+
+
+def flag_values(args):
+    """Return the flags of args as {name: value}, without what else the parser noted there."""
+    return {k: v for k, v in vars(args).items() if k not in ("script", "argv")}
+
+
+def without_place(words):
+    """Return words without --out, its value and --resume."""
+    others, skip = [], False
+    for word in words:
+        if not skip and word != "--resume" and word.partition("=")[0] != "--out":
+            others.append(word)
+        skip = word == "--out"
+    return others
+
+
+def canonical(word):
+    """Return a flag as this project spells it; other words stay as they are."""
     if not word.startswith("--"):
         return word
     name, eq, value = word[2:].partition("=")
@@ -264,11 +271,14 @@ def _device(text):
     return f"cuda:{index}"
 
 
-def flags(doc):
-    """The parser of the shared flags; doc, the script's docstring, opens its --help. Defaults: FedAlign's main setting."""
+def flags(doc, script):
+    """Return the parser of the shared flags, whose defaults are FedAlign's main setting.
+
+    doc: the script's docstring, which opens --help; script: its __file__, or a name for the run.
+    """
     spellings = ", ".join(f"--{a} is --{b}" for a, b in ALIASES.items())
     parser = Parser(
-        doc, epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags."
+        doc, script, epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags."
     )
     add = parser.add_argument_group("data and partition").add_argument
     add(
@@ -2736,11 +2746,26 @@ def read_config(out, flag="--out "):
         right = isinstance(config["flags"]["rounds"], int) and all(
             type(config[k]) is int for k in ("workers", "threads")
         )
+        right = right and all(isinstance(word, str) for word in config["argv"])
         if right and isinstance(config["script"], str):
             return config
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{flag}{out}: config.json is damaged, or not of a run of this project")
+
+
+def check_resumed(args, flags):
+    """Raise UserError where args would not continue the run that was begun with flags."""
+    for k, v in flag_values(args).items():
+        if k not in FREE_ON_RESUME and k in flags and v != flags[k]:
+            raise UserError(
+                f"argument --{k.replace('_', '-')}: {v} differs from the {flags[k]} of the run in "
+                f"{args.out}; leave it out, or start a new run with another --out"
+            )
+    if args.rounds < flags["rounds"]:
+        raise UserError(
+            f"argument --rounds: {args.rounds} is less than the run's {flags['rounds']}"
+        )
 
 
 class Run:
@@ -2756,10 +2781,7 @@ class Run:
         """UserError, before any long work, when the folder can't be used."""
         if self.args.resume:
             config = read_config(self.out)
-            if config["script"] != self.script:
-                raise UserError(
-                    f"--out {self.out}: a run of {config['script']}.py, not of {self.script}.py"
-                )
+            check_resumed(self.args, config["flags"])
             self._lock()
             return config
         # what a kill before the first complete file leaves is no run
@@ -2781,7 +2803,8 @@ class Run:
         }
         self.config = {
             "script": self.script,
-            "flags": vars(self.args),
+            "argv": self.args.argv,
+            "flags": flag_values(self.args),
             "workers": workers,
             "threads": threads,
             "device": hardware(self.args.device),
@@ -2814,7 +2837,7 @@ class Run:
 
     def decisive(self):
         """The flags that decide the result."""
-        return {k: v for k, v in vars(self.args).items() if k not in FREE_ON_RESUME}
+        return {k: v for k, v in flag_values(self.args).items() if k not in FREE_ON_RESUME}
 
     def append(self, row):
         self.rows.append(row)
@@ -2891,7 +2914,9 @@ class Run:
             leftover.unlink()
         _write(metrics, b"".join(line + b"\n" for line in lines))
         self.config = config
-        config["flags"]["rounds"] = self.args.rounds
+        if self.args.rounds != config["flags"]["rounds"]:
+            config["flags"]["rounds"] = self.args.rounds
+            config["argv"] += ["--rounds", str(self.args.rounds)]
         self.write_config()
 
 
@@ -2952,7 +2977,7 @@ def run(args, local_update, aggregate=average, after_round=None, adapt=None):
     after_round(worker, clients, server, args): a second synchronisation; worker.net holds the new global weights, in eval
     mode. server["report"], a dict, is added to the round's row. adapt(net, args): changes the network before it is copied.
     Returns the global network and the rows of metrics.jsonl. Exits with one line and code 2 for a user's mistake."""
-    script = pathlib.Path(local_update.__code__.co_filename).stem
+    script = args.script
     with one_line_errors(
         script, args, "use fewer --workers, a smaller --batch-size or --device cpu"
     ):
@@ -2991,32 +3016,16 @@ def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size
     raise SystemExit(code)
 
 
-def _check_inputs(args):
-    """UserError where --dataset, --model and --vectors do not go together, or a file is not there: before data are read."""
+def _check_files(args):
+    """Raise UserError where a flag names a file that is not there."""
     for flag in ("vectors", "split_file"):
         path = getattr(args, flag)
         if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
             raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
-    if (args.dataset == "sent140") != (args.model == "lstm"):
-        raise UserError(
-            f"argument --model: --dataset {args.dataset} is "
-            + (
-                "text; use lstm"
-                if args.dataset == "sent140"
-                else "of images, and lstm is for text (sent140)"
-            )
-        )
-    if args.vectors and args.model != "lstm":
-        raise UserError("argument --vectors: only read by --model lstm")
-    if args.model == "lstm" and not args.vectors:
-        raise UserError(
-            "argument --vectors: needed by --model lstm; glove.6B.300d.txt is in "
-            "https://nlp.stanford.edu/data/glove.6B.zip; or say random"
-        )
 
 
 def _run(args, script, local_update, aggregate, after_round, adapt):
-    _check_inputs(args)
+    _check_files(args)
     args.out = (
         args.out
         or f"runs/{script}-{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -3282,7 +3291,8 @@ def _peak_memory(device):
 
 def main(argv=None):
     parser = flags(
-        "Shows how a data set's samples go to clients, without training:\n    python common.py --describe FLAGS"
+        "Shows how a data set's samples go to clients, without training:\n    python common.py --describe FLAGS",
+        __file__,
     )
     parser.add_argument("--describe", action="store_true", required=True, help="one line a client")
     parser.add_argument(

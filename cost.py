@@ -273,11 +273,17 @@ def measure(calls, repeats):
 
 def plain_words(argv):
     """The flags among argv that fedavg.py has."""
-    parser = common.flags("")
-    known, _ = super(common.Parser, parser).parse_known_args(
-        [common._canonical(word) for word in argv]
-    )
-    return list(parser._words(vars(known)))
+    parser = common.flags("", "fedavg")
+    words = [common.canonical(word) for word in argv]
+    unknown = iter(super(common.Parser, parser).parse_known_args(words)[1])
+    other = next(unknown, None)
+    plain = []
+    for word in words:
+        if word == other:
+            other = next(unknown, None)
+        else:
+            plain.append(word)
+    return plain
 
 
 def main(argv=None):

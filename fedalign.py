@@ -87,8 +87,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.set_defaults(clip=10.0)
     parser.add_argument(
         "--mu",
@@ -115,7 +115,7 @@ def main(argv=None):
         help="channels of f_(L-1) that X_S is made of",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     args = parser.parse_args(argv)
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

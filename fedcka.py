@@ -132,13 +132,13 @@ def local_update(worker, client, server, args):
     client.state["net"] = net.state_dict()
 
 
-def main(argv=None):
+def main(argv=None, run=common.run):
     argv = sys.argv[1:] if argv is None else argv
     if "--similarity-of" in argv:
         import similarity
 
         return similarity.main([word for word in argv if word != "--similarity-of"])
-    parser = common.flags(__doc__)
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--mu",
         type=common.number(float, 0),
@@ -155,7 +155,7 @@ def main(argv=None):
         "--similarity-metric", default="linear-cka", choices=list(SIMILARITIES), help="s"
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update, adapt=check)
+    return run(args, local_update, adapt=check)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def local_update(worker, client, server, args):
         finish(worker, client, h, w, args.dyn_alpha)
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.set_defaults(weighting="uniform")
     parser.add_argument(
         "--dyn-alpha",
@@ -91,7 +91,7 @@ def main(argv=None):
         help="alpha; 0 is FedAvg with --weighting uniform",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update, aggregate)
+    return run(args, local_update, aggregate)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--gamma",
         type=common.number(float, 0),
@@ -67,7 +67,7 @@ def main(argv=None):
         help="M, global models in the teacher's average",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update, aggregate)
+    return run(args, local_update, aggregate)
 
 
 if __name__ == "__main__":

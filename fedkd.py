@@ -56,8 +56,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--hint",
         default="logits",
@@ -72,7 +72,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.hint == "logits" and args.gamma and args.gamma > 1:
         parser.error(f"argument --gamma: must be at most 1 with --hint logits, not {args.gamma}")
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def local_update(worker, client, server, args):
         feddyn.finish(worker, client, h_dyn, w, args.dyn_alpha)
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--lambda1",
         type=common.number(float, 0),
@@ -137,7 +137,7 @@ def main(argv=None):
     parser.set_defaults(weighting=None)
     args = parser.parse_args(argv)
     args.weighting = args.weighting or ("uniform" if args.dyn_alpha else "samples")
-    return common.run(
+    return run(
         args, local_update, feddyn.aggregate if args.dyn_alpha else common.average, adapt=check
     )
 

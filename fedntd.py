@@ -59,8 +59,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--weighting-rule",
         default="convex",
@@ -80,7 +80,7 @@ def main(argv=None):
         parser.error(
             f"argument --ntd-beta: must be at most 1 with --weighting-rule convex, not {args.ntd_beta}"
         )
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

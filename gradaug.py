@@ -93,8 +93,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--subnets", type=common.number(int, 1), default=2, help="n, number of sub-networks"
     )
@@ -124,7 +124,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.mu is None:
         args.mu = MU.get(args.subnets, 1.0)
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

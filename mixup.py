@@ -40,8 +40,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--gamma",
         type=common.number(float, 0),
@@ -49,7 +49,7 @@ def main(argv=None):
         help="of Beta(gamma, gamma); 0 is FedAvg",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

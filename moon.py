@@ -53,8 +53,8 @@ def local_update(worker, client, server, args):
     client.state["net"] = net.state_dict()
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.set_defaults(projection=None)
     parser.add_argument(
         "--mu",
@@ -68,7 +68,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.projection is None:
         args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256
-    return common.run(args, local_update)
+    return run(args, local_update)
 
 
 if __name__ == "__main__":

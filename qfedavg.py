@@ -76,8 +76,8 @@ def local_update(worker, client, server, args):
     return {"loss": loss_before}
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--q",
         type=common.number(float, 0),
@@ -92,7 +92,7 @@ def main(argv=None):
         help="L of --h rfedavg",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update, aggregate)
+    return run(args, local_update, aggregate)
 
 
 if __name__ == "__main__":

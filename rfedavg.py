@@ -138,8 +138,8 @@ def local_update(worker, client, server, args):
         return {"delta": delta_of(worker, client, server, args)}
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument("--variant", default="rfedavg+", choices=["rfedavg", "rfedavg+"])
     parser.add_argument(
         "--lam", type=common.number(float, 0), default=1e-4, help="lambda; 0 is FedAvg"
@@ -166,7 +166,7 @@ def main(argv=None):
         parser.error("argument --noise-clip: needed by --noise")
     if args.noise_clip and not (args.noise and args.reading == "paper"):
         parser.error("argument --noise-clip: only read with --noise and --reading paper")
-    return common.run(
+    return run(
         args,
         local_update,
         aggregate,

@@ -105,8 +105,8 @@ def local_update(worker, client, server, args):
         return {"dc": [new - b for new, b in zip(c_new, c_k)]}
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument("--option", type=int, default=2, choices=[1, 2], help="how c_k is renewed")
     parser.add_argument(
         "--correction",
@@ -119,7 +119,7 @@ def main(argv=None):
         parser.error(
             "argument --persist-opt: --correction gradient needs momentum to start at zero; use --correction step"
         )
-    return common.run(args, local_update, aggregate)
+    return run(args, local_update, aggregate)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def local_update(worker, client, server, args):
     yield step
 
 
-def main(argv=None):
-    parser = common.flags(__doc__)
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--keep", type=common.number(float, 0, 1), default=0.9, help="rho_L; 1 is FedAvg"
     )
@@ -98,7 +98,7 @@ def main(argv=None):
         help="how rho_l falls: 1 - l/L (1 - rho_L), or from 1",
     )
     args = parser.parse_args(argv)
-    return common.run(args, local_update, adapt=adapt)
+    return run(args, local_update, adapt=adapt)
 
 
 if __name__ == "__main__":

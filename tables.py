@@ -47,14 +47,8 @@ class Cell:
 def parsed(command):
     """The flags of a command line, a dict, as its script's own parser gives them. One line and exit code 2 if it refuses."""
     script, *words = shlex.split(command)
-    train, common.run = (
-        common.run,
-        lambda args, *_, **__: args,
-    )  # every main() ends in common.run(args, ...)
-    try:
-        return vars(importlib.import_module(script.removesuffix(".py")).main(words))
-    finally:
-        common.run = train
+    main = importlib.import_module(script.removesuffix(".py")).main
+    return common.flag_values(main(words, run=lambda args, *_, **__: args))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

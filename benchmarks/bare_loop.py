@@ -91,7 +91,7 @@ def summarise(args, name, figures, **more):
 
 
 def main(argv=None):
-    parser = common.flags(__doc__)
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--samples",
         type=common.number(int, 100),

@@ -112,7 +112,7 @@ def conventional(args, data, loaders):
 
 
 def main(argv=None):
-    parser = common.flags(__doc__)
+    parser = common.flags(__doc__, __file__)
     parser.add_argument(
         "--samples",
         type=common.number(int, 100),

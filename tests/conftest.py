@@ -34,3 +34,8 @@ def small_glyphs(monkeypatch):
 def same(a, b):
     """Whether two state dicts are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def args_of(script, *argv):
+    """The parsed flags with which a script's main() calls run()."""
+    return script.main(list(argv), run=lambda args, *_, **__: args)

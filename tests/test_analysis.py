@@ -190,7 +190,7 @@ def test_trace_stops_when_its_mean_stands_still(sign):
 
 
 def test_products_of_an_lstm_after_set_up():
-    common._set_up(common.flags("").parse_args([]))
+    common._set_up(common.flags("", "test").parse_args([]))
     torch.manual_seed(0)
     net = nn.Sequential(
         common.Embedding(9, 3), common.Recurrent(3, 4, last=True), nn.Linear(4, 2)

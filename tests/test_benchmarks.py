@@ -33,7 +33,7 @@ def test_conventional_loop_is_fedavg(tmp_path):
         str(tmp_path / "run"),
     ]
     net, _ = fedavg.main(args)
-    args = common.flags("").parse_args(args)
+    args = common.flags("", "test").parse_args(args)
     torch.manual_seed(args.seed)
     data = common.load_data(args)
     plain = common.build_net(args.model, data.classes)

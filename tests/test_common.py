@@ -21,7 +21,7 @@ LABELS = np.random.default_rng(0).integers(10, size=3000)
 
 
 def flags(*argv):
-    return common.flags("test").parse_args([*TINY, *argv])
+    return common.flags("test", "test").parse_args([*TINY, *argv])
 
 
 # --- partitions
@@ -812,7 +812,7 @@ def test_keyed_randomness():
 
 
 def test_aliases():
-    args = common.flags("x").parse_args(
+    args = common.flags("x", "x").parse_args(
         "--client_number 64 --client_sample .25 --comm_round=7 --partition_alpha 0.1 --batch_size 8 --wd 0 "
         "--image_size 16".split()
     )
@@ -825,16 +825,16 @@ def test_aliases():
         args.weight_decay,
         args.image_size,
     ) == (64, 0.25, 7, 0.1, 8, 0, 16)
-    args = common.flags("x").parse_args("--n_parties 5 --sample_fraction .5 --beta 2".split())
+    args = common.flags("x", "x").parse_args("--n_parties 5 --sample_fraction .5 --beta 2".split())
     assert (args.clients, args.sample, args.alpha) == (5, 0.5, 2)
-    args = common.flags("x").parse_args(
+    args = common.flags("x", "x").parse_args(
         "--num_of_clients 6 --participation_rate .3 --dirichlet_alpha 3".split()
     )
     assert (args.clients, args.sample, args.alpha) == (6, 0.3, 3)
 
 
 def test_defaults_are_fedaligns_main_setting():
-    args = vars(common.flags("x").parse_args([]))
+    args = vars(common.flags("x", "x").parse_args([]))
     expected = dict(
         dataset="cifar100",
         model="resnet56",
@@ -855,6 +855,6 @@ def test_defaults_are_fedaligns_main_setting():
         drop_last=False,
     )
     assert {k: args[k] for k in expected} == expected and isinstance(
-        common.flags("x"), argparse.ArgumentParser
+        common.flags("x", "x"), argparse.ArgumentParser
     )
     assert pathlib.Path(common.__file__).name == "common.py"

@@ -20,7 +20,7 @@ import fedmlb
 
 
 def flags(*argv):
-    return common.flags("test").parse_args([*TINY, *argv])
+    return common.flags("test", "test").parse_args([*TINY, *argv])
 
 
 def refused(capsys, argv, *words):

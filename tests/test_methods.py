@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import TINY, same
+from conftest import TINY, args_of, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
@@ -265,13 +265,9 @@ def test_workers_give_the_same_model(tmp_path, name):
 def test_docstring_command_parses(name):
     command = SCRIPTS[name].__doc__.replace("\\\n", " ").strip().splitlines()[-1].split()
     assert command[:2] == ["python", f"{name}.py"]
-    parser_args = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "run", lambda args, *_, **__: parser_args.append(args))
-        SCRIPTS[name].main(command[2:])
-    assert parser_args[0].dataset in ("cifar100", "cifar10", "mnist") and parser_args[
-        0
-    ].clients in (10, 16, 20, 100)
+    args = args_of(SCRIPTS[name], *command[2:])
+    assert args.dataset in ("cifar100", "cifar10", "mnist")
+    assert args.clients in (10, 16, 20, 100)
 
 
 def code(path):
@@ -319,13 +315,12 @@ def test_readme_commands_parse():
     commands = [line for line in readme_commands() if re.match(r"python fed\w+\.py", line)]
     assert len(commands) >= 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "run", lambda args, *_, **__: args)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         for command in commands:
             words = shlex.split(command)
             if not {"--resume", "--similarity-of"} & {*words}:  # which need a run
-                SCRIPTS[words[1].removesuffix(".py")].main(words[2:])
+                args_of(SCRIPTS[words[1].removesuffix(".py")], *words[2:])
 
 
 # --- hand numbers
@@ -333,14 +328,11 @@ def test_readme_commands_parse():
 
 def worker_of(net, *argv, script=fedavg):
     """A worker on net in float64, and the step of its client, not yet trained."""
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "run", lambda args, *_: seen.append(args))
-        script.main([*TINY, "--momentum", "0", "--weight-decay", "0", *argv])
-    worker = common.Worker(net, common.glyphs(), seen[0], 4)
+    args = args_of(script, *TINY, "--momentum", "0", "--weight-decay", "0", *argv)
+    worker = common.Worker(net, common.glyphs(), args, 4)
     worker.net.double().train()
     client = common.Client(0, np.arange(8), {})
-    return worker, next(script.local_update(worker, client, {"round": 1}, seen[0]))
+    return worker, next(script.local_update(worker, client, {"round": 1}, args))
 
 
 def test_fedprox_step_by_hand():
@@ -584,11 +576,9 @@ def numpy_logits(net, x):
 
 def begin(name, argv=(), net=None, state=None, server=None, seed=3):
     """A worker in float64 with the step of its client; frozen helpers hold the global weights, the network has moved on."""
-    script, seen = SCRIPTS[name], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "run", lambda args, *_, **__: seen.append(args))
-        script.main([*TINY, "--momentum", "0", "--weight-decay", "0", "--lr", "0.1", *argv])
-    args = seen[0]
+    script = SCRIPTS[name]
+    flags = ["--momentum", "0", "--weight-decay", "0", "--lr", "0.1"]
+    args = args_of(script, *TINY, *flags, *argv)
     net = net or two_networks(projection=args.projection or 0)
     worker = common.Worker(net.double(), common.glyphs(), args, 40)
     batches = worker.batches
@@ -795,12 +785,8 @@ def test_gradaug_step():
 
 
 def test_gradaug_defaults_and_same_channels():
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "run", lambda args, *_: seen.append(args.mu))
-        for n in "1234":
-            gradaug.main([*TINY, "--subnets", n])
-    assert seen == [2.0, 1.75, 1.5, 1.25]
+    mus = [args_of(gradaug, *TINY, "--subnets", n).mu for n in "1234"]
+    assert mus == [2.0, 1.75, 1.5, 1.25]
     assert common.make_divisible(50, 1.0) == 50
     for width in (0.8, 0.813, 0.9, 0.999, 1.0):
         found = gradaug.same_channels(width, (16, 32, 64, 128, 256))
@@ -1030,7 +1016,7 @@ def uploads_of(net, shifts, alphas, messages=None):
 
 
 def server_args(*argv):
-    return common.flags("x").parse_args([*TINY, *argv])
+    return common.flags("x", "x").parse_args([*TINY, *argv])
 
 
 def test_server_optimizers_by_hand():
@@ -1083,10 +1069,9 @@ def test_qfedavg_by_hand():
     D = 4 (-5, 0), 0.25 (0, 20), h = 2 * 2 * 25 + 10 * 4 = 140 and 2 * 0.5 * 400 + 10 * 0.25 = 402.5: w - (-20, 5) / 542.5.
     The rFedAvg code's h, L = 1: Dw = (-0.5, 0), (0, 2), D = (-2, 0), (0, 0.5), h = 4 * 4 + 4 = 20 and 0.25 + 0.25 = 0.5."""
     for flags, total, h in [([], [-20, 5], 542.5), (["--h", "rfedavg"], [-2, 0.5], 20.5)]:
-        net, seen = nn.Linear(2, 1, bias=False).double(), []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(common, "run", lambda args, *_: seen.append(args))
-            qfedavg.main([*TINY, "--q", "2", "--lr", "0.4", "--lr-decay", "0.5", *flags])
+        net = nn.Linear(2, 1, bias=False).double()
+        decay = ["--lr", "0.4", "--lr-decay", "0.5"]
+        seen = [args_of(qfedavg, *TINY, "--q", "2", *decay, *flags)]
         net.weight.data = torch.tensor([[1.0, -2.0]], **DOUBLE)
         ups = list(
             uploads_of(
@@ -1543,11 +1528,8 @@ def test_scaffold_option_one_takes_any_number_of_samples():
     assert [len(y) for _, y in worker.batches(client)] == [251, 250]
 
 
-def test_defaults_are_the_papers(monkeypatch):
-    seen = {}
-    for name in METHODS:
-        monkeypatch.setattr(common, "run", lambda args, *_, **__: seen.update({name: args}))
-        SCRIPTS[name].main([])
+def test_defaults_are_the_papers():
+    seen = {name: args_of(SCRIPTS[name]) for name in METHODS}
     assert (seen["fedalign"].mu, seen["fedalign"].width, seen["fedalign"].clip) == (0.45, 0.25, 10)
     assert (seen["moon"].mu, seen["moon"].temperature, seen["moon"].projection) == (1, 0.5, 256)
     assert (seen["stochdepth"].keep, seen["mixup"].gamma, seen["fedprox"].mu) == (0.9, 0.1, 1e-4)
