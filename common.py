@@ -1,29 +1,54 @@
-"""What every method script shares: flags, data, partitions, networks, the local-training engine and the round loop.
+"""What every method script shares: the round loop, the training engine, networks, data and flags.
 
-A method script hands run() one generator function, and the engine calls it for each client of each round:
+Read plain.py first: it is the same federation without the speed, in about a hundred lines, and the
+specification that this file is held to. Then read on from here; the sections are
+    the round loop, aggregation and evaluation, the engine, partitions, networks, data, flags, the
+    run folder, errors and interrupts
+and what not every run needs (readers of some data sets, some networks) lies in extras/.
+
+A method script hands run() one generator function, which is called for each client of each round:
 
     def local_update(worker, client, server, args):
-        ...                     # worker.net holds the global weights w, worker.opt a fresh optimizer
+        ...                     # worker.net holds the global weights w
         def step(x, y): ...     # one optimizer step on one batch; returns the loss
-        yield step              # the engine runs step on every batch of this client
-        ...                     # worker.net holds the local weights w_k
-        return message          # dict of tensors uploaded beside the weights; may be left out
+        yield step              # step is run on every batch of this client
+        ...                     # worker.net holds the local weights w_k, which are sent
 
-client.download(tensors) counts what a client receives beside the model.
+What local_update may use (x: images (batch, channels, height, width), y: labels (batch,)):
 
-The one rule: whatever step reads besides x and y lives in tensors obtained from the worker (its net, worker.frozen(),
-worker.pin()), whose storage is refreshed in place for each client, and step takes no decision that differs between
-clients or rounds. On a GPU the step of a worker's first client is captured as a CUDA graph and replayed for all others.
+    worker.net                  the network, an nn.Sequential of blocks, in training mode
+    worker.opt, worker.lr       its optimizer, fresh in each round, and the round's learning rate
+    worker.pin(name, value)     value (tensor, number or list of tensors) where step may read it
+    worker.frozen(name, w)      a copy of net, in eval mode and without gradients, that holds the
+                                state_dict w; by default what net holds now
+    worker.draw(name, f)        random numbers of the client's round: f(rng, steps) -> a row a step
+    worker.row(name)            the current step's row of what was drawn, inside step
+    worker.rng(name)            a numpy Generator of the client's round, for draws outside step
+    worker.sizes                sizes of the client's batches, one a step
+    worker.shapes               may be set to one hashable value a step, if steps differ in more
+    worker.shape                than the batch's size; worker.shape is the current one, in step
+    worker.batches(client)      (x, y) over all samples of the client, not augmented
+    worker.data                 the data set, a Data
+    client.id, len(client)      the client's number and its number of training samples
+    client.state                a dict of tensors that the client keeps between rounds
+    client.download(tensors)    counts what the client receives beside the model
+    client.sum(name, tensors)   sends tensors that are summed over the round's clients
+    client.record(name, tensor) sends tensors that are kept apart, by client
+    server                      a dict of what the server keeps: "round" (from 1), "clients" (ids of
+                                the round's clients) and the method's own
+
+The one rule: whatever step reads besides x and y lies in tensors obtained from the worker, whose
+storage is refreshed in place for each client, and step takes no decision that differs between
+clients or rounds. On a GPU the step of a worker's first client is captured as a CUDA graph and
+replayed for all others.
 """
 
 import argparse
-import ast
 import contextlib
 import copy
-import csv
 import dataclasses
 import functools
-import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -38,8 +63,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,58 +74,1776 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-
 CORES = torch.get_num_threads()  # before a run divides them among its workers
 
 
-class UserError(ValueError):
-    """A mistake in flags, files or data: shown as one line, exit code 2."""
-
-
 def keyed(stream, *key):
-    """A numpy Generator that depends on its name and its non-negative integer keys alone, never on what was drawn before."""
+    """Return a numpy Generator that depends on its name and its integer keys alone.
+
+    Nothing depends on what was drawn before, so that every method sees the same clients, batches
+    and augmentation, and a resumed run the same as one that was never cut."""
     return np.random.default_rng([*stream.encode(), *key])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Flags
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The round loop
+# --------------------------------------------------------------------------------------------------
 
-ALIASES = {  # spellings of the papers' repositories; underscores and hyphens are interchangeable in every flag
-    "client-number": "clients",
-    "n-parties": "clients",
-    "num-of-clients": "clients",
-    "client-sample": "sample",
-    "sample-fraction": "sample",
-    "participation-rate": "sample",
-    "comm-round": "rounds",
-    "partition-alpha": "alpha",
-    "beta": "alpha",
-    "dirichlet-alpha": "alpha",
-    "wd": "weight-decay",
-    "local-epochs": "epochs",
+
+class Method(NamedTuple):
+    """What a script hands to run(), beside its flags."""
+
+    local_update: Callable
+    aggregate: Callable
+    after_round: Callable | None = None
+    adapt: Callable | None = None
+
+
+def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=None, net=None):
+    """Train a federation as args say, in a run folder.
+
+    args: what the parser of flags() returns.
+    local_update(worker, client, server, args): a generator function, see the top of this file.
+    aggregate(net, received, server, args): sets net, which holds the old global weights, to the new
+        ones; received: a Received; by default average().
+    after_round(worker, clients, server, args): a second synchronisation with the round's clients;
+        worker.net holds the new global weights, in eval mode.
+    adapt(net, args): changes the network before training begins. data, net: a Data and an
+    nn.Sequential of blocks, instead of those that --dataset and --model name. server["report"], a
+    dict of numbers, is added to the round's row of metrics.jsonl.
+
+    Returns the global network and the rows of metrics.jsonl. A user's mistake ends in one line on
+    stderr and exit code 2."""
+    method = Method(local_update, aggregate or average, after_round, adapt)
+    note_own(args, data, net)
+    with one_line_errors(args.script, args, "use fewer --workers, a smaller --batch-size or cpu"):
+        check_files(args)
+        args.out = args.out or default_out(args)
+        with contextlib.closing(RunFolder(args)) as folder:
+            folder.take()
+            make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
+            return train(begin(args, folder, data, make_net), method)
+
+
+def note_own(args, data, net):
+    """Note in args that the data set or the network is the caller's own, which no flag names."""
+    if data is not None:
+        args.dataset = "own"
+    if net is not None:
+        args.model = "own"
+
+
+@dataclasses.dataclass
+class Federation:
+    """What lasts from round to round."""
+
+    args: argparse.Namespace
+    data: "Data"
+    parts: list  # training indices of each client
+    tests: list | None  # test indices of each client, with --client-test
+    net: nn.Module  # the global network
+    pool: "Pool"
+    folder: "RunFolder"
+    server: dict  # what the server keeps: round, clients and the method's own
+    states: dict  # {client id: what that client keeps}
+
+
+def begin(args, folder, data, make_net):
+    """Load and deal out the data, build the network and the workers, and restore what is resumed.
+
+    data: a Data, or None for the one that args name; make_net(data): builds the network. Returns a
+    Federation."""
+    device = set_up_device(args)
+    data = load_data(args) if data is None else data
+    parts = partition(data, args)
+    tests = None
+    if args.client_test:
+        tests = extra("partitions", "--client-test").client_test_indices(data, parts, args)
+    data = data.to(device)
+    net = make_net(data)
+    steps = most_steps(parts, net, args)
+    workers, threads = folder.workers or Pool.plan(args)
+    pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
+    fed = Federation(args, data, parts, tests, net, pool, folder, {"round": 0}, {})
+    if args.resume:
+        folder.restore(fed)
+    else:
+        folder.create(workers, threads)
+    return fed
+
+
+def prepare_net(data, args, adapt=None, net=None):
+    """Return net, or the network that args name, on the device of data and in eval mode.
+
+    adapt(net, args): changes it first."""
+    torch.manual_seed(args.seed)
+    net = net_for(data, args) if net is None else net
+    if adapt:
+        adapt(net, args)
+    return net.to(data.y.device, memory_format=torch.channels_last).eval()
+
+
+def most_steps(parts, net, args):
+    """Return the most steps that a client trains in a round; UserError if there are none."""
+    batch_norm = has_batch_norm(net)
+    sizes = set(map(len, parts))
+    if batch_norm and min(*sizes, args.batch_size) == 1:
+        raise UserError(
+            "a batch or a client has a single sample, and batch norm needs two; "
+            "use a larger --batch-size, fewer --clients or another --model"
+        )
+    steps = max(len(batch_sizes(n, args, batch_norm)) for n in sizes)
+    if steps == 0:
+        raise UserError(f"--drop-last: no client has the {args.batch_size} samples of a batch")
+    return steps
+
+
+def train(fed, method):
+    """Train the rounds that are left. Return the global network and the rows of metrics.jsonl."""
+    args, folder, pool = fed.args, fed.folder, fed.pool
+    say = (lambda _: None) if args.quiet else tqdm.write
+    say(opening_line(fed))
+    clients = sampled_clients(args)
+    bar = tqdm(
+        total=args.rounds * clients,
+        initial=fed.server["round"] * clients,
+        unit="client",
+        disable=args.quiet or None,
+    )
+    folder.clock = time.perf_counter()
+    with pool.interrupt.handled(), contextlib.closing(pool), bar:
+        for t in range(fed.server["round"] + 1, args.rounds + 1):
+            pool.interrupt.check()
+            fed.server["round"] = t
+            received, seconds = train_round(fed, method, bar)
+            if method.after_round:
+                seconds["synchronise"] = synchronise(fed, received, method.after_round)
+            row = measure_round(fed, received, seconds)
+            keep_round(fed, row)
+            bar.set_postfix_str(row_line(row, args))
+            say(row_line(row, args))
+    save(fed.net.state_dict(), folder.out / "model.pt")
+    summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
+    say(summary_line.format(**folder.rows[-1]))
+    return fed.net, folder.rows
+
+
+def train_round(fed, method, bar):
+    """Train the round's clients and aggregate what they send.
+
+    Returns a Received and the seconds of both, and of what happened since the last evaluation."""
+    args, server, start = fed.args, fed.server, time.perf_counter()
+    server["clients"] = sample(args, server["round"])
+    clients = [Client(k, fed.parts[k], fed.states.get(k, {})) for k in server["clients"]]
+    set_weights(clients, args, server["round"])
+    received = Received()
+    w = fed.net.state_dict()
+    for upload in fed.pool.train(clients, server, w, method.local_update):
+        keep_client(fed, upload)
+        received.add(upload)
+        bar.update()
+    fed.pool.synchronise()
+    trained = time.perf_counter()
+    method.aggregate(fed.net, received, server, args)
+    check_finite(fed.net, received, args, server["round"])
+    return received, {
+        "train": trained - start,
+        "aggregate": time.perf_counter() - trained,
+        "other": start - fed.folder.clock,
+    }
+
+
+def sample(args, t):
+    """Return the ids of the clients of round t, in ascending order."""
+    rng = keyed("sample", args.seed, t)
+    return sorted(rng.choice(args.clients, sampled_clients(args), replace=False).tolist())
+
+
+def sampled_clients(args):
+    """Return how many clients take part in a round."""
+    return max(1, int(args.clients * args.sample + 0.5))
+
+
+def set_weights(clients, args, t):
+    """Set each client's weight in the average of round t: its share of the samples, or 1/|S|."""
+    shares = np.array([len(client) for client in clients])
+    if args.drop_last:
+        shares = shares // args.batch_size * args.batch_size
+    if args.weighting == "uniform":
+        shares = np.minimum(shares, 1)  # without training, no weight
+    if shares.sum() == 0:
+        n = args.batch_size
+        raise UserError(
+            f"--drop-last: no client sampled in round {t} has the {n} samples of a batch"
+        )
+    for client, weight in zip(clients, (shares / shares.sum()).tolist()):
+        client.weight = weight
+
+
+def keep_client(fed, upload):
+    """Keep what a client keeps between rounds and, with --save-clients, its last weights."""
+    client, folder = upload.client, fed.folder
+    if client.state:
+        fed.states[client.id] = client.state
+        folder.changed.add(client.id)
+    if fed.args.save_clients and fed.server["round"] == fed.args.rounds:
+        (folder.out / "clients").mkdir(exist_ok=True)
+        save(upload.weights, folder.out / "clients" / f"{client.id}.pt")
+
+
+def check_finite(net, received, args, t):
+    """Raise FloatingPointError, which names the client, if a model holds NaN or infinity."""
+    for upload in received.uploads:
+        if not upload.finite:
+            earlier = f"; {args.out} keeps the checkpoint of an earlier round"
+            raise FloatingPointError(
+                f"round {t}, client {upload.client.id}: the local model holds NaN or infinity"
+                + earlier * (t > args.checkpoint_every)
+                + "; a smaller --lr or a --clip may help"
+            )
+    if not torch.stack(torch._foreach_norm(list(net.parameters()))).isfinite().all():
+        raise FloatingPointError(
+            f"round {t}: the global model holds NaN or infinity; a smaller --server-lr may help"
+        )
+
+
+def synchronise(fed, received, after_round):
+    """Run the method's second synchronisation on the new global weights. Return its seconds."""
+    start, worker = time.perf_counter(), fed.pool.workers[0]
+    load_weights(worker.net.eval(), fed.net.state_dict())
+    after_round(worker, received.clients, fed.server, fed.args)
+    fed.pool.synchronise()
+    return time.perf_counter() - start
+
+
+def measure_round(fed, received, seconds):
+    """Return the round's row of metrics.jsonl; evaluate where that is due."""
+    args, t, folder = fed.args, fed.server["round"], fed.folder
+    start = time.perf_counter()
+    accuracy, loss, by_client = None, None, {}
+    if t == args.rounds or t % args.eval_every == 0:
+        hits = torch.zeros(len(fed.data.y_test), dtype=torch.bool)
+        accuracy, loss = evaluate(fed.net, fed.data, args, fed.pool.map, hits)
+        if fed.tests:
+            partitions = extra("partitions", "--client-test")
+            by_client = partitions.client_summary(hits.numpy(), fed.tests)
+    folder.clock = time.perf_counter()
+    uploads, model_bytes = received.uploads, nbytes(fed.net.state_dict())
+    samples = sum(upload.samples for upload in uploads)
+    train_loss = sum(float(upload.loss) * upload.samples for upload in uploads) / max(1, samples)
+    return {
+        "round": t,
+        "test_acc": accuracy,
+        "test_loss": loss,
+        "train_loss": train_loss,
+        "lr": learning_rate(args, t),
+        "clients": fed.server["clients"],
+        "samples": samples,
+        "seconds": {**seconds, "evaluate": folder.clock - start},
+        "samples_per_s": samples / seconds["train"],
+        "bytes_down": sum(model_bytes + client.bytes_down for client in received.clients),
+        "bytes_up": sum(model_bytes + client.bytes_up for client in received.clients),
+        "peak_memory": peak_memory(fed.pool.device),
+        **summary([*accuracies(folder.rows), *([] if accuracy is None else [accuracy])]),
+        **by_client,
+        **fed.server.pop("report", {}),
+    }
+
+
+def accuracies(rows):
+    """Return the test accuracies (%) of the rows that were evaluated."""
+    return [row["test_acc"] for row in rows if row["test_acc"] is not None]
+
+
+def keep_round(fed, row):
+    """Write down the round: the best model so far, the row and, where it is due, a checkpoint."""
+    args, folder, t = fed.args, fed.folder, row["round"]
+    if row["test_acc"] is not None and row["test_acc"] > max(accuracies(folder.rows), default=-1):
+        save(fed.net.state_dict(), folder.out / "best.pt")
+    folder.settle(len(fed.pool.workers))
+    folder.append(row)
+    if t == args.rounds or t % args.checkpoint_every == 0:
+        folder.checkpoint(fed)
+
+
+def opening_line(fed):
+    """Return what a run says of itself at its start."""
+    args, sizes = fed.args, [len(part) for part in fed.parts]
+    parameters = sum(p.numel() for p in fed.net.parameters())
+    return (
+        f"{args.out}: {len(sizes)} clients of {min(sizes)} to {max(sizes)} samples, "
+        f"{sampled_clients(args)} a round; {parameters:,} parameters; {args.workers} worker(s) on "
+        f"{args.device}"
+    )
+
+
+def row_line(row, args):
+    """Return what a run says of a round."""
+    evaluated = ""
+    if row["test_acc"] is not None:
+        evaluated = "  acc {test_acc:5.2f}%  test loss {test_loss:.4f}".format(**row)
+    trained = "  train loss {train_loss:.4f}  {samples_per_s:,.0f} samples/s".format(**row)
+    return f"round {row['round']:3d}/{args.rounds}{evaluated}{trained}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Aggregation and evaluation
+# --------------------------------------------------------------------------------------------------
+
+
+class Received:
+    """What the server has of a round's clients, added up as it comes: never clients x model.
+
+    mean: a state_dict, sum_k alpha_k w_k over parameters and batch-norm statistics, summed in fp32
+    in the order of the clients; integer counters, which no computation reads, and word vectors,
+    which nobody trains, are those of the last client. sums: {name: what clients sent by
+    client.sum(), summed over them}. records: {name: {client id: what it sent by client.record()}}.
+    clients: in order."""
+
+    def __init__(self):
+        self.mean, self.sums, self.records = {}, {}, {}
+        self.uploads = []  # without their weights
+
+    @property
+    def clients(self):
+        return [upload.client for upload in self.uploads]
+
+    @torch.no_grad()
+    def add(self, upload):
+        """Add an Upload, and let go of its weights."""
+        client, weights = upload.client, upload.weights
+        averaged = [k for k in weights if is_averaged(k, weights[k])]
+        if not self.mean:
+            self.mean = {k: torch.zeros_like(weights[k]) for k in averaged}
+        self.mean = {**weights, **{k: self.mean[k] for k in averaged}}
+        sums = [self.mean[k] for k in averaged]
+        torch._foreach_add_(sums, [weights[k] for k in averaged], alpha=client.weight)
+        for name, tree in client.sums.items():
+            if name in self.sums:
+                torch._foreach_add_(tensors_in(self.sums[name]), tensors_in(tree))
+            else:
+                self.sums[name] = tree
+        for name, tree in client.records.items():
+            self.records.setdefault(name, {})[client.id] = tree
+        client.sums, client.records, upload.weights = {}, {}, None
+        self.uploads.append(upload)
+
+
+def is_averaged(name, tensor):
+    """Return whether an entry of a state_dict is averaged over clients."""
+    return tensor.is_floating_point() and not name.endswith(".vectors")
+
+
+@torch.no_grad()
+def average(net, received, server, args):
+    """FedAvg's server: set net to received.mean, or step towards it as --server says."""
+    weights = received.mean
+    if args.server != "avg" or args.server_lr != 1:
+        step = extra("servers", f"--server {args.server}").step
+        weights = weights | step(dict(net.named_parameters()), weights, server, args)
+    load_weights(net, weights)
+
+
+@torch.no_grad()
+def add_proximal(net, w, mu):
+    """Return mu/2 ||v - w||^2 of net's parameters v, and add its gradient mu (v - w) to theirs.
+
+    w: a list like net.parameters(). In a few kernels, where a term of the loss takes ten a
+    parameter."""
+    params = list(net.parameters())
+    difference = torch._foreach_sub(params, w)
+    torch._foreach_add_([v.grad for v in params], difference, alpha=mu)
+    return mu / 2 * torch.stack(torch._foreach_norm(difference)).square().sum()
+
+
+@torch.no_grad()
+def evaluate(net, data, args, pool_map=map, hits=None):
+    """Return accuracy (%) and mean cross-entropy of net, in eval mode, on the whole test set.
+
+    pool_map: what runs the batches; hits: a tensor (test samples,) to be filled with which are
+    right."""
+    net.eval()
+
+    def batch(xy):
+        x = channels_last(data.normalise(xy[0]))
+        with torch.no_grad(), autocast(args, x.device):
+            out = net(x).float()
+        correct = out.argmax(1) == xy[1]
+        loss = F.cross_entropy(out, xy[1], reduction="sum").double()
+        return correct, torch.stack([correct.sum().double(), loss])
+
+    size = 2000 if data.y.is_cuda else 250
+    batches = zip(data.x_test.split(size), data.y_test.split(size))
+    correct, sums = zip(*pool_map(batch, batches))
+    count, loss = torch.stack(sums).sum(0).tolist()
+    if hits is not None:
+        hits.copy_(torch.cat(correct))
+    return 100 * count / len(data.y_test), loss / len(data.y_test)
+
+
+def summary(values):
+    """Return readings of the test accuracies so far (%), None before the first.
+
+    EMA with factor 0.9, bias-corrected; mean and population standard deviation of the last five;
+    best."""
+    if not values:
+        return dict.fromkeys(("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc"))
+    ema = sum(0.1 * 0.9**i * value for i, value in enumerate(reversed(values)))
+    return {
+        "acc_ema": ema / (1 - 0.9 ** len(values)),
+        "acc_last5_mean": float(np.mean(values[-5:])),
+        "acc_last5_std": float(np.std(values[-5:])),
+        "best_acc": max(values),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine: a worker trains one client after the other, a pool runs several workers at once
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Client:
+    """What a method sees of a client in one round; len(client) is its number of samples."""
+
+    id: int
+    index: np.ndarray  # of its training samples
+    state: dict  # tensors, or lists and dicts of them, that it keeps between rounds
+    weight: float = 0.0  # alpha_k in the average
+    bytes_down: int = 0  # received and sent beside the model
+    bytes_up: int = 0
+    sums: dict = dataclasses.field(default_factory=dict)
+    records: dict = dataclasses.field(default_factory=dict)
+
+    def __len__(self):
+        return len(self.index)
+
+    def download(self, tree):
+        """Count tree (tensors, or lists and dicts of them) as received, and return it."""
+        self.bytes_down += nbytes(tree)
+        return tree
+
+    def upload(self, tree):
+        """Count tree as sent in a second synchronisation, and return it."""
+        self.bytes_up += nbytes(tree)
+        return tree
+
+    def sum(self, name, tree, sent=True):
+        """Send tree to received.sums[name], which adds it up over the round's clients.
+
+        sent: whether its bytes count; not, if the server could work it out from the weights."""
+        self.sums[name] = tree_map(lambda t: t.detach().clone(), tree)
+        self.bytes_up += nbytes(tree) if sent else 0
+
+    def record(self, name, tree, sent=True):
+        """Send tree to received.records[name][client.id]; small, since all of them are kept."""
+        self.records[name] = tree_map(lambda t: t.detach().clone(), tree)
+        self.bytes_up += nbytes(tree) if sent else 0
+
+
+@dataclasses.dataclass
+class Upload:
+    """What comes back from a client's round."""
+
+    client: Client
+    weights: dict | None  # the state_dict w_k, until it has been added up
+    loss: torch.Tensor | None = None  # mean over the samples it saw
+    finite: torch.Tensor | bool = True  # whether all weights and the loss are
+    samples: int = 0  # seen in training, repeats counted
+
+
+def tensors_in(tree):
+    """Return all tensors in nested dicts, lists and tuples."""
+    if torch.is_tensor(tree):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [t for child in tree for t in tensors_in(child)]
+
+
+def tree_map(f, tree):
+    """Return the same nest of dicts, lists and tuples with f applied to each tensor."""
+    if isinstance(tree, dict):
+        return {k: tree_map(f, v) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [tree_map(f, v) for v in tree]
+    return f(tree) if torch.is_tensor(tree) else tree
+
+
+def nbytes(tree):
+    """Return the bytes of all tensors in a nest of dicts, lists and tuples."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(tree))
+
+
+def channels_last(x):
+    """Return x in that memory format if it is of images."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def copy_net(net):
+    """Return a copy of net; LSTM weights lie in one piece again, as cuDNN wants them."""
+    net = copy.deepcopy(net)
+    for module in net.modules():
+        if isinstance(module, nn.LSTM):
+            module.flatten_parameters()
+    return net
+
+
+def load_weights(net, weights):
+    """Copy weights (a state_dict) into net, in place."""
+    with torch.no_grad():
+        names = net.state_dict()
+        torch._foreach_copy_(list(names.values()), [weights[k] for k in names])
+
+
+def set_up_device(args):
+    """Set precision and determinism of the process. Return the device."""
+    device = torch.device(args.device)
+    # Gram matrices and power iterations need exact products, also in the backward pass
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    for layers in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        layers.fp32_precision = "ieee" if args.precision == "fp32" else "tf32"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if args.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = not args.deterministic
+    torch.use_deterministic_algorithms(args.deterministic)
+    return device
+
+
+def autocast(args, device):
+    """Return --precision bf16's context; a weight cache would go stale in a CUDA graph."""
+    bf16 = args.precision == "bf16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+
+
+def cast_blocks(net, args, device):
+    """Run each block of net under autocast, in place, and pass on fp32. Return net.
+
+    So losses and whatever else a method computes outside of blocks, Gram matrices and power
+    iterations say, are in fp32, forward and backward. Not to be copied afterwards."""
+
+    def wrapped(forward):
+        def cast(*inputs):
+            with autocast(args, device):
+                out = forward(*inputs)
+            return out.float()
+
+        return cast
+
+    if args.precision == "bf16":
+        for block in net:
+            block.forward = wrapped(block.forward)
+    return net
+
+
+def epoch_sizes(n, args, batch_norm):
+    """Return the sizes of the batches in which a client of n samples visits each of them once.
+
+    A last batch of a single sample is skipped where there is batch norm, which needs two; so is
+    every short batch with --drop-last."""
+    full, rest = divmod(n, args.batch_size)
+    if args.drop_last or batch_norm and rest == 1:
+        rest = 0
+    return [args.batch_size] * full + [rest] * (rest > 0)
+
+
+def batch_sizes(n, args, batch_norm):
+    """Return the sizes of the batches on which a client of n samples trains in one round."""
+    epoch = epoch_sizes(n, args, batch_norm)
+    if args.local_steps and epoch:
+        return (epoch * math.ceil(args.local_steps / len(epoch)))[: args.local_steps]
+    return epoch * args.epochs
+
+
+def batch_tables(index, steps, args, net, data, rng):
+    """Draw a client's batches of one round: {name: array (steps, batch size, ...)}.
+
+    index: the client's samples, of which each epoch is a new order, cut into batches; a short batch
+    uses a part of its row. The other names are the draws of the augmentation."""
+    rows = max(1, len(epoch_sizes(len(index), args, has_batch_norm(net))))  # of one epoch
+    epochs, width = math.ceil(steps / rows), rows * args.batch_size
+    orders = rng.permuted(np.tile(index, (epochs, 1)), axis=1)[:, :width]
+    orders = np.pad(orders, ((0, 0), (0, width - orders.shape[1])))
+    batches = orders.reshape(epochs * rows, args.batch_size)[:steps]
+    augment = draw_augment(resolve_augment(args), rng, batches.shape, data.x.shape[-1])
+    return {"index": batches, **augment}
+
+
+def learning_rate(args, t):
+    """Return the learning rate of round t, which counts from 1."""
+    return args.lr * args.lr_decay ** (t - 1)
+
+
+def optimizer(net, args):
+    """Return SGD or RMSprop, with all of its state there from the start.
+
+    With --clip a step clips the norm of the gradient first."""
+    params = list(net.parameters())
+    device = params[0].device
+    cuda = device.type == "cuda"
+    options = {"momentum": args.momentum, "weight_decay": args.weight_decay}
+    # a float would be baked into a CUDA graph
+    options["lr"] = torch.tensor(args.lr, device=device) if cuda else args.lr
+    if args.optimizer == "rmsprop":
+        opt = torch.optim.RMSprop(params, capturable=cuda, **options)
+        for p in params:
+            step, square = torch.zeros((), device=device), torch.zeros_like(p)
+            opt.state[p].update(step=step, square_avg=square)
+    else:
+        nesterov = args.nesterov and args.momentum > 0
+        opt = torch.optim.SGD(params, nesterov=nesterov, fused=True, **options)
+    if args.momentum:
+        for p in params:
+            opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    if args.clip:
+
+        def clip(*_):
+            nn.utils.clip_grad_norm_(params, args.clip, error_if_nonfinite=False)
+
+        opt.register_step_pre_hook(clip)
+    return opt
+
+
+def optimizer_state(opt):
+    """Return the optimizer's tensors: momentum buffers; of RMSprop steps and mean squares too."""
+    return [v for state in opt.state.values() for v in state.values() if torch.is_tensor(v)]
+
+
+class Worker:
+    """Trains one client at a time, with all that a step reads at fixed addresses.
+
+    Two generators meet here: local_update yields its step once, and train() yields after each
+    batch, so that a Pool can run several workers in turn. The top of this file lists what methods
+    may use."""
+
+    keep_first_step = False  # tests: on the CPU too, run the first client's step for all clients
+
+    def __init__(self, net, data, args, steps):
+        """Copy net, the global network; steps: the most that any client trains in a round."""
+        self.data, self.args, self.template = data, args, net
+        self.device = data.y.device
+        self.cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        self.batch_norm = has_batch_norm(net)
+        self.net = cast_blocks(copy_net(net), args, self.device)
+        self.opt = optimizer(self.net, args)
+        self.steps, self.sizes, self.shapes, self.shape = steps, [], None, None
+        self.t = torch.zeros(1, dtype=torch.long, device=self.device)  # step within the round
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # summed over samples
+        self.pins, self.nets, self.draws = {}, {}, {}  # what pin(), frozen() and draw() have made
+        self.graphs, self.step = {}, None
+        self.tables = {}  # of batch_tables(), on the device, read through t
+        # where images are decoded ahead, those of the current batch
+        self.images = None
+        if data.paths:
+            self.images = data.x.new_zeros(args.batch_size, *data.x.shape[1:])
+
+    # --- what a method may use
+
+    def pin(self, name, value):
+        """Return value, copied into storage of this name that stays where it is.
+
+        value: a tensor, a number, or a list of tensors."""
+        if isinstance(value, (list, tuple)):
+            return [self.pin(f"{name}.{i}", v) for i, v in enumerate(value)]
+        value = torch.as_tensor(value, device=self.device).detach()
+        if name not in self.pins:
+            self.pins[name] = value.clone()
+        return self.pins[name].copy_(value)
+
+    def frozen(self, name, weights=None):
+        """Return a copy of the network, in eval mode and without gradients.
+
+        weights: the state_dict that it holds, by default what worker.net holds now."""
+        if name not in self.nets:
+            frozen = copy_net(self.template).eval().requires_grad_(False)
+            self.nets[name] = cast_blocks(frozen, self.args, self.device)
+        load_weights(self.nets[name], self.net.state_dict() if weights is None else weights)
+        return self.nets[name]
+
+    def rng(self, name):
+        """Return a numpy Generator of the client's round; each name has a stream of its own."""
+        return keyed(name, *self.key)
+
+    def draw(self, name, f):
+        """Draw random numbers of the client's round, which step reads by row(name).
+
+        f(rng, steps): returns an array with one row a step."""
+        rows = torch.from_numpy(np.ascontiguousarray(f(self.rng(name), max(1, len(self.sizes)))))
+        self._fill(self.draws, name, rows)
+
+    def row(self, name):
+        """Return the current step's row of what was drawn, inside step."""
+        return self.draws[name].index_select(0, self.t)[0]
+
+    @torch.no_grad()
+    def batches(self, client):
+        """Yield (x, y) over all samples of the client in order, not augmented, outside training."""
+        # even parts, of which none is a single sample, on which batch norm in training mode fails
+        indices = torch.from_numpy(client.index).tensor_split(math.ceil(len(client) / 500))
+        for index, x in zip(indices, self.data.images(indices)):
+            x = channels_last(self.data.normalise(x.to(self.device)))
+            yield x, self.data.y[index.to(self.device)]
+
+    # --- one client's round
+
+    def train(self, client, server, weights, local_update):
+        """Train a client from weights (a state_dict): yield after each batch, return the Upload.
+
+        Only the batches run on the worker's own stream, so workers overlap there; all else is in
+        order on the current stream."""
+        images = self._begin(client, server, weights)
+        method = local_update(self, client, server, self.args)
+        step = next(method)
+        if self.keep_first_step:
+            step = self.step = self.step or step
+        if self.cuda:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for i, size in enumerate(self.sizes):
+            self.shape = self.shapes[i] if self.shapes else None
+            with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+                if images:
+                    self._copy(self.images, next(images))
+                self._train_batch(step, size)
+            yield
+        if self.cuda:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if next(method, method) is not method:
+            raise RuntimeError("local_update yields once, its step")
+        return self._end(client)
+
+    def _begin(self, client, server, weights):
+        """Set all that a step reads to the client's; return its images if they are on disk."""
+        load_weights(self.net, weights)
+        self.net.train()
+        momentum = client.state.get("momentum")  # of --persist-opt
+        for i, buffer in enumerate(optimizer_state(self.opt)):
+            buffer.zero_() if momentum is None else buffer.copy_(momentum[i])
+        self.lr = learning_rate(self.args, server["round"])
+        for group in self.opt.param_groups:
+            if self.cuda:
+                group["lr"].fill_(self.lr)
+            else:
+                group["lr"] = self.lr
+        self.t.zero_()
+        self.loss.zero_()
+        self.key = (self.args.seed, server["round"], client.id)
+        self.sizes = batch_sizes(len(client), self.args, self.batch_norm)
+        self.shapes = None
+        steps, rng = len(self.sizes), self.rng("batches")
+        tables = batch_tables(client.index, steps, self.args, self.template, self.data, rng)
+        for name, rows in tables.items():
+            self._fill(self.tables, name, torch.from_numpy(rows))
+        if not self.data.paths:
+            return None
+        rows = [tables[name] for name in ("index", "seed") if name in tables]
+        return self.data.images(
+            *([row[:size] for row, size in zip(table, self.sizes)] for table in rows)
+        )
+
+    def _end(self, client):
+        """Return the Upload of a client whose method has ended."""
+        if self.args.persist_opt:
+            client.state["momentum"] = optimizer_state(self.opt)
+        client.state = tree_map(lambda t: t.detach().to("cpu", copy=True), client.state)
+        weights = {k: v.detach().clone() for k, v in self.net.state_dict().items()}
+        samples = sum(self.sizes)
+        loss = self.loss / max(1, samples)
+        norms = torch._foreach_norm([v for v in weights.values() if v.is_floating_point()])
+        finite = torch.stack([*norms, loss.float()]).isfinite().all()
+        return Upload(client, weights, loss, finite, samples)
+
+    def _fill(self, tables, name, rows):
+        """Copy rows, one a step, into the table of this name, which stays where it is."""
+        if name not in tables:
+            tables[name] = rows.new_zeros(self.steps, *rows.shape[1:], device=self.device)
+        self._copy(tables[name], rows)
+
+    def _copy(self, table, rows):
+        rows = rows.pin_memory() if self.cuda else rows
+        table[: len(rows)].copy_(rows, non_blocking=True)
+
+    def _train_batch(self, step, size):
+        """Run one step, by replaying its CUDA graph if it has or may have one of at most 64."""
+        room = self.shape in self.graphs or len(self.graphs) < 64
+        if self.cuda and self.args.graph and size == self.args.batch_size and room:
+            if self.shape not in self.graphs:
+                self._capture(step)
+            self.graphs[self.shape].replay()
+        else:
+            self._step(step, size)
+
+    def _step(self, step, size):
+        """Run one step on the first size samples of the batch of step t."""
+        rows = {name: v.index_select(0, self.t)[0, :size] for name, v in self.tables.items()}
+        index = rows.pop("index")
+        if self.images is None:
+            x = apply_augment(self.data.x.index_select(0, index), rows)
+        else:
+            x = self.images[:size]
+        loss = step(channels_last(self.data.normalise(x)), self.data.y.index_select(0, index))
+        self.loss.add_(loss.detach(), alpha=size)
+        self.t.add_(1)
+
+    def _capture(self, step):
+        """Record one step on a full batch as a CUDA graph.
+
+        Three steps of warm-up let libraries choose their algorithms and allocate, as PyTorch's
+        notes on CUDA graphs advise. They move weights, statistics and momentum, so these are put
+        back; a step writes to nothing else."""
+        state = [*self.net.state_dict().values(), *optimizer_state(self.opt), self.t, self.loss]
+        before = [v.clone() for v in state]
+        for _ in range(3):
+            self.t.zero_()
+            self._step(step, self.args.batch_size)
+        self.t.zero_()
+        graph = self.graphs[self.shape] = torch.cuda.CUDAGraph()
+        # graphs of a worker run one at a time and leave nothing in their memory, so they share it
+        memory = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
+        with torch.cuda.graph(graph, memory, stream=self.stream):
+            self._step(step, self.args.batch_size)
+        for tensor, value in zip(state, before):
+            tensor.copy_(value)
+
+
+class Pool:
+    """Workers side by side: threads on the CPU; on a GPU one thread feeds their streams in turn."""
+
+    def __init__(self, build, device, count, threads):
+        """Build the workers by build().
+
+        count: of workers, 0 for as many as the GPU's memory allows; threads: of each on the CPU."""
+        self.build, self.device, self.grow = build, device, count == 0
+        self.stopping, self.interrupt = False, Interrupt()
+        self.workers = [build() for _ in range(max(1, count))]
+        torch.set_num_threads(threads)
+        self.threads = None
+        if device.type == "cpu" and count > 1:
+            start = {"initializer": torch.set_num_threads, "initargs": (threads,)}
+            self.threads = ThreadPoolExecutor(count, **start)
+
+    @staticmethod
+    def plan(args):
+        """Return (workers, threads of each).
+
+        With --workers auto on the CPU one worker a core, at most 8, where Python's lock gets in the
+        way; cores left over go to the operators of each. On a GPU 0: settled when the first has
+        run."""
+        if args.workers == "auto" and args.device != "cpu":
+            return 0, CORES
+        count = min(CORES, 8) if args.workers == "auto" else args.workers
+        count = min(count, sampled_clients(args))
+        if args.dataset == "imagenet-200" and args.device == "cpu":
+            count = 1  # processes that decode images cannot be forked safely from several threads
+        return count, max(1, CORES // count) if args.device == "cpu" else CORES
+
+    def close(self):
+        """End the threads."""
+        self.stopping = True
+        if self.threads:
+            self.threads.shutdown(cancel_futures=True)
+        torch.set_num_threads(CORES)
+
+    def synchronise(self):
+        """Wait for the GPU, so that what follows can be timed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def map(self, f, items):
+        """Return f over items, in order, on the worker threads where there are several."""
+        return (self.threads.map if self.threads else map)(f, items)
+
+    def train(self, clients, server, weights, local_update):
+        """Yield the Uploads of the clients, in order, each when it and those before it are done."""
+        rounds = [
+            functools.partial(
+                Worker.train,
+                client=client,
+                server=server,
+                weights=weights,
+                local_update=local_update,
+            )
+            for client in clients
+        ]
+        return self._threaded(rounds) if self.threads else self._interleaved(rounds)
+
+    def _threaded(self, rounds):
+        free, self.stopping = queue.SimpleQueue(), False
+        for worker in self.workers:
+            free.put(worker)
+
+        def drain(start):
+            worker = free.get()
+            batches = start(worker)
+            try:
+                while not self.stopping:
+                    self.interrupt.check()
+                    next(batches)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                free.put(worker)
+
+        try:
+            yield from self.threads.map(drain, rounds)
+        finally:  # an interrupt or an error: the others need not finish their clients
+            self.stopping = True
+
+    def _interleaved(self, rounds):
+        waiting, running = deque(enumerate(rounds)), []
+        uploads, due = {}, 0  # those that came before an earlier one wait for it
+        free = list(self.workers)
+        while waiting or running:
+            while free and waiting:
+                (i, start), worker = waiting.popleft(), free.pop(0)
+                running.append((i, worker, start(worker)))
+            self.interrupt.check()
+            for item in list(running):
+                i, worker, batches = item
+                try:
+                    next(batches)
+                except StopIteration as stop:
+                    uploads[i] = stop.value
+                    running.remove(item)
+                    free.append(worker)
+            if self.grow:
+                free += self._grow(len(waiting))
+            while due in uploads:
+                yield uploads.pop(due)
+                due += 1
+
+    def _grow(self, waiting):
+        """Add workers, now that the first has shown what one takes of the GPU's memory.
+
+        At most 8, in 80% of what is free. Returns the new ones."""
+        self.grow = False
+        torch.cuda.synchronize(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        one = torch.cuda.max_memory_reserved(self.device)
+        new = [self.build() for _ in range(min(waiting, 7, int(0.8 * free / one)))]
+        self.workers += new
+        return new
+
+
+def peak_memory(device):
+    """Return the most bytes held so far: of the GPU by tensors, or of the host by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Partition: functions of the labels; each returns one int64 index array a client
+# --------------------------------------------------------------------------------------------------
+
+
+def indices_by_owner(owner, clients, order=None):
+    """Return each client's samples, a list of index arrays.
+
+    owner: (n,) the client of each sample; owner == clients means "assigned to no client".
+    order: a permutation of the samples that every array follows; None: ascending."""
+    order = np.arange(len(owner)) if order is None else order
+    order = order[np.argsort(owner[order], kind="stable")]
+    ends = np.cumsum(np.bincount(owner, minlength=clients + 1))
+    return np.split(order, ends[:-1])[:-1]
+
+
+def dirichlet_partition(labels, clients, alpha, seed, min_size=10):
+    """Return a partition with label skew and unequal sizes (FedAlign sec. 3.2, MOON, FedMLB).
+
+    Each class is cut among the clients in proportions p ~ Dir(alpha), where clients that have
+    n / clients samples get nothing more (this rule is in the papers' code); drawn anew until every
+    client has min_size samples. labels: (n,) integers from 0 on. UserError when 1000 draws do not
+    get there."""
+    labels = np.asarray(labels)
+    n = len(labels)
+    rng = keyed("dirichlet", seed)
+    minimum = "" if min_size <= 1 else f" or a smaller minimum than {min_size}"
+    advice = f"use fewer --clients, a larger --alpha{minimum}"
+    if clients * min_size > n:
+        raise UserError(f"{n} samples cannot give {clients} clients {min_size} each; {advice}")
+    for _ in range(1000):
+        counts = _dirichlet_counts(np.bincount(labels), clients, alpha, rng)
+        if counts.sum(0).min() >= min_size:
+            break
+    else:
+        raise UserError(
+            f"none of 1000 draws from Dirichlet({alpha}) gave {clients} clients "
+            f"{min_size} samples each; {advice}"
+        )
+    owner = np.empty(n, np.int64)
+    for label, row in enumerate(counts):
+        index = rng.permutation(np.flatnonzero(labels == label))
+        owner[index] = np.repeat(np.arange(clients), row)
+    return indices_by_owner(owner, clients, rng.permutation(n))
+
+
+def _dirichlet_counts(totals, clients, alpha, rng):
+    """Draw how many samples of each class go to each client, (classes, clients).
+
+    totals: (classes,) samples of each class."""
+    sizes = np.zeros(clients, np.int64)
+    counts = np.zeros((len(totals), clients), np.int64)
+    for row, total in zip(counts, totals):
+        below_mean = sizes < totals.sum() / clients
+        p = rng.dirichlet(np.full(clients, alpha)) * below_mean
+        if not p.sum() > 0:  # all of the mass fell on full clients: share among the others
+            p = below_mean.astype(float)
+        ends = np.floor(np.cumsum(p / p.sum()) * total).astype(np.int64)
+        ends[-1] = total
+        row[:] = np.diff(ends, prepend=0)
+        sizes += row
+    return counts
+
+
+def balanced_dirichlet_partition(labels, clients, alpha, seed):
+    """Return a partition with label skew and equal sizes (FedMLB); n mod clients get one more.
+
+    Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
+    left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
+    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
+    labels = np.asarray(labels)
+    n = len(labels)
+    rng = keyed("dirichlet-balanced", seed)
+    if clients > n:
+        raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
+    available = np.arange(n)
+    parts = []
+    for client in range(clients):
+        size = n // clients + (client < n % clients)
+        p = rng.dirichlet(np.full(labels.max() + 1, alpha)).clip(1e-30)
+        keys = rng.standard_exponential(len(available)) / p[labels[available]]
+        smallest = np.argpartition(keys, size - 1)[:size]
+        parts.append(available[smallest])
+        available = np.delete(available, smallest)
+    return parts
+
+
+def iid_partition(labels, clients, seed):
+    """Return a random partition into parts of equal size, give or take one."""
+    return np.array_split(keyed("iid", seed).permutation(len(labels)), clients)
+
+
+def similarity_partition(labels, clients, similarity, seed):
+    """Return rFedAvg's partition (ICDE 2023, sec. VI-A).
+
+    similarity percent of the samples are dealt at random, the rest sorted by label and cut into
+    consecutive chunks, one a client. Remainders are spread, not dropped."""
+    labels = np.asarray(labels)
+    rng = keyed("similarity", seed)
+    order = rng.permutation(len(labels))
+    at_random, by_label = np.split(order, [round(similarity / 100 * len(labels))])
+    by_label = by_label[np.argsort(labels[by_label], kind="stable")]
+    # array_split's larger chunks come first; those of by_label go to the last clients, so that
+    # sizes stay even
+    chunks = np.array_split(by_label[::-1], clients)[::-1]
+    pairs = zip(np.array_split(at_random, clients), chunks)
+    return [rng.permutation(np.concatenate(pair)) for pair in pairs]
+
+
+def partition(data, args):
+    """Return the clients' training indices as args.partition says: a list of int64 arrays.
+
+    UserError when a client would get no sample, or data cannot be divided so."""
+    parts = _split(data, args)
+    for k, part in enumerate(parts):
+        if len(part) == 0:
+            raise UserError(
+                f"--partition {args.partition}: client {k} of {args.clients} gets no sample; "
+                "use fewer --clients"
+            )
+    return parts
+
+
+def _split(data, args):
+    """Return the parts of the partition that args.partition names."""
+    labels, clients, seed = data.y.numpy(), args.clients, args.data_seed
+    if args.partition == "dirichlet":
+        return dirichlet_partition(labels, clients, args.alpha, seed)
+    if args.partition == "dirichlet-balanced":
+        return balanced_dirichlet_partition(labels, clients, args.alpha, seed)
+    if args.partition == "iid":
+        return iid_partition(labels, clients, seed)
+    if args.partition == "similarity":
+        return similarity_partition(labels, clients, args.similarity, seed)
+    return extra("partitions", f"--partition {args.partition}").split(data, args)
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks: each an nn.Sequential of its blocks; net[:-1](x) are the features, net[-1](z) the logits
+# --------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Linear):
+    """The last layer: keeps all its outputs in every sub-network."""
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x))."""
+
+    def __init__(self, branch, shortcut):
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        return F.relu(self.branch(x) + self.shortcut(x))
+
+
+class Concat(nn.ModuleList):
+    """The channels of all modules' outputs."""
+
+    def forward(self, x):
+        return torch.cat([module(x) for module in self], 1)
+
+
+class Head(nn.Sequential):
+    """A block behind which FedMLB's authors do not branch, though it has parameters.
+
+    It stands between the last branch point and the classifier."""
+
+
+def _conv(inputs, outputs, size, stride=1):
+    """Return a convolution without bias that keeps the size of the map at stride 1."""
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+
+
+def _normed(norm, inputs, outputs, size, stride=1):
+    """Return such a convolution and the normalisation behind it, a list."""
+    return [_conv(inputs, outputs, size, stride), norm(outputs)]
+
+
+def _bottleneck(inputs, planes, stride, norm):
+    """Return the branch of a bottleneck block (1x1, 3x3, 1x1 convolutions) and its channels."""
+    first = _normed(norm, inputs, planes, 1)
+    second = _normed(norm, planes, planes, 3, stride)
+    third = _normed(norm, planes, 4 * planes, 1)
+    return nn.Sequential(*first, nn.ReLU(), *second, nn.ReLU(), *third), 4 * planes
+
+
+def _basic(inputs, planes, stride, norm):
+    """Return the branch of a basic block (two 3x3 convolutions) and its channels."""
+    first = _normed(norm, inputs, planes, 3, stride)
+    return nn.Sequential(*first, nn.ReLU(), *_normed(norm, planes, planes, 3)), planes
+
+
+def global_pool():
+    """Return the block of global average pooling, (name, module)."""
+    return "pool", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def _resnet(stem, block, depths, planes, norm=nn.BatchNorm2d):
+    """Return the blocks of a residual network, [(name, module), ...], and its features' width.
+
+    They are the stem, a stage of each of depths and global average pooling. planes: of the first
+    stage; each later one has twice as many."""
+    blocks = [("stem", stem)]
+    width = stem[0].out_channels
+    for i, depth in enumerate(depths):
+        stage = []
+        for j in range(depth):
+            stride = 2 if i > 0 and j == 0 else 1
+            branch, outputs = block(width, planes * 2**i, stride, norm)
+            shortcut = nn.Identity()
+            if stride != 1 or width != outputs:
+                shortcut = nn.Sequential(*_normed(norm, width, outputs, 1, stride))
+            stage.append(Residual(branch, shortcut))
+            width = outputs
+        blocks.append((f"stage{i + 1}", nn.Sequential(*stage)))
+    return [*blocks, global_pool()], width
+
+
+def he_init(blocks, width):
+    """Draw the convolutions of blocks anew as He et al. (ICCV 2015) do; return blocks and width."""
+    for module in nn.Sequential(OrderedDict(blocks)).modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return blocks, width
+
+
+def _stem(channels, width, norm=nn.BatchNorm2d):
+    """Return the 3x3 stem of a residual network for small images."""
+    return nn.Sequential(*_normed(norm, channels, width, 3), nn.ReLU())
+
+
+def resnet56(channels, size):
+    """FedML's bottleneck ResNet56, FedAlign's network for CIFAR; not the ResNet-56 of He et al."""
+    return he_init(*_resnet(_stem(channels, 16), _bottleneck, (6, 6, 6), 16))
+
+
+def resnet18(channels, size):
+    """ResNet-18 with the ImageNet stem (FedAlign, ImageNet-200)."""
+    conv = _conv(channels, 64, 7, 2)
+    stem = nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    return he_init(*_resnet(stem, _basic, (2, 2, 2, 2), 64))
+
+
+def resnet18_gn(channels, size):
+    """ResNet-18 with a 3x3 stem and GroupNorm of two groups (FedMLB)."""
+    norm = functools.partial(nn.GroupNorm, 2)
+    return _resnet(_stem(channels, 64, norm), _basic, (2, 2, 2, 2), 64, norm)
+
+
+def resnet50(channels, size):
+    """ResNet-50 with a 3x3 stem (MOON, FedCKA)."""
+    return he_init(*_resnet(_stem(channels, 64), _bottleneck, (3, 4, 6, 3), 64))
+
+
+def _plain(channels, size, widths, kernel, padding, hidden):
+    """Return the blocks of a plain CNN, [(name, module), ...], and the width of its features.
+
+    A convolution for each of widths, after the pooling of the one before, so that a block's output
+    is post-ReLU and pre-pooling; then a fully connected layer for each of hidden, the last of them
+    without ReLU when there are several. UserError when images of size pixels are too small."""
+    blocks = []
+    for i, width in enumerate(widths):
+        conv = nn.Conv2d(channels, width, kernel, padding=padding)
+        layers = [conv, nn.ReLU()]
+        if i > 0:
+            layers.insert(0, nn.MaxPool2d(2))
+            size = size // 2
+        blocks.append((f"conv{i + 1}", nn.Sequential(*layers)))
+        channels = width
+        size = size + 2 * padding - kernel + 1
+        if size < 2:
+            raise UserError("--image-size: too small for this --model")
+    features = channels * (size // 2) ** 2
+    for i, width in enumerate(hidden):
+        layers = [nn.Linear(features, width)]
+        if i == 0:
+            layers = [nn.MaxPool2d(2), nn.Flatten(), *layers]
+        if i == 0 or i < len(hidden) - 1:
+            layers.append(nn.ReLU())
+        blocks.append((f"fc{i + 1}", nn.Sequential(*layers)))
+        features = width
+    return blocks, features
+
+
+def cnn(channels, size):
+    """FedCKA's seven-layer CNN; its last hidden layers are a projection head."""
+    return _plain(channels, size, (16, 32), 5, 0, (120, 84, 84, 256))
+
+
+def cnn_moon(channels, size):
+    """MOON's simple CNN; its last hidden layers are a projection head."""
+    return _plain(channels, size, (6, 16), 5, 0, (120, 84, 84, 256))
+
+
+def cnn_mcmahan(channels, size):
+    """The CNN of McMahan et al. (AISTATS 2017), rFedAvg's for images."""
+    return _plain(channels, size, (32, 64), 5, 2, (512,))
+
+
+NETS = {  # name: a function of (channels, size) that returns blocks and the width of the features
+    "resnet56": resnet56,
+    "resnet18": resnet18,
+    "resnet18-gn": resnet18_gn,
+    "resnet50": resnet50,
+    "cnn": cnn,
+    "cnn-moon": cnn_moon,
+    "cnn-mcmahan": cnn_mcmahan,
 }
-DATASETS = [
-    "cifar100",
-    "cifar10",
-    "mnist",
-    "emnist",
-    "femnist",
-    "tiny-imagenet",
-    "imagenet-200",
-    "sent140",
-]
+# of extras/backbones.py and extras/text.py
+EXTRA_NETS = {name: "backbones" for name in ("vgg9", "mobilenet", "shufflenet", "squeezenet")}
+EXTRA_NETS["lstm"] = "text"
+
+
+def build_net(name, classes, channels=3, size=32, projection=0):
+    """Return the network of that name as an nn.Sequential of its blocks, the last the classifier.
+
+    channels, size: of images; of text the number of words and the width of their vectors, which are
+    zero. projection: width of the output of a two-layer head before the classifier (MOON), 0: none.
+    UserError when the network's file is missing or the images are too small for it."""
+    if name in EXTRA_NETS:
+        make = getattr(extra(EXTRA_NETS[name], f"--model {name}"), name)
+    else:
+        make = NETS[name]
+    blocks, features = make(channels, size)
+    if projection:
+        hidden = nn.Linear(features, features)
+        head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(features, projection))
+        blocks.append(("projection", head))
+        features = projection
+    return nn.Sequential(OrderedDict([*blocks, ("classifier", Classifier(features, classes))]))
+
+
+def net_for(data, args):
+    """Return the network that args name for data, with the vectors of its words if it is text."""
+    if data.words is None:
+        channels, _, size = data.x.shape[1:]
+        return build_net(args.model, data.classes, channels, size, args.projection)
+    text = extra("text", "--model lstm")
+    vectors = text.word_vectors(args.vectors, data.words, args.data_seed)
+    net = build_net("lstm", data.classes, *vectors.shape, args.projection)
+    net[0][0].vectors.copy_(vectors)
+    return net
+
+
+def has_batch_norm(net):
+    """Return whether a layer of net is batch norm."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
+
+
+def make_divisible(channels, width):
+    """Return the channels of a layer at a fraction width of its channels.
+
+    A multiple of 8, not under 90% of the exact value, at most all (MobileNetV2's rule)."""
+    if width >= 1:
+        return channels
+    exact = channels * width
+    new = max(8, int(exact + 4) // 8 * 8)
+    return min(channels, new + 8 if new < 0.9 * exact else new)
+
+
+def at_width(module, x, width):
+    """Return module(x) by its narrow sub-network, which uses the leading channels of every layer.
+
+    width, in (0, 1]: a layer of c channels keeps the first make_divisible(c, width); x has as many
+    as the sub-network takes. At width 0.25 a convolution with weight (64, 32, 3, 3) computes with
+    weight[:16, :8], and a linear layer behind 64 flattened maps of 5x5, with weight (120, 1600),
+    with weight[:32, :400], 25 inputs of each of 16 channels. Gradients reach those slices.
+
+    Batch norm uses the batch's statistics and leaves the running ones alone. At width 1 and in
+    training mode the result equals module(x) bit for bit. UserError for layers that cannot be
+    sliced."""
+    tensors = {}
+    previous = None  # outputs, at full width, of the convolution or linear layer before
+    for name, layer in module.named_modules():
+        prefix = name + "." if name else ""
+        for key, tensor in _narrow(layer, width, previous).items():
+            tensors[prefix + key] = tensor
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            previous = layer.weight.shape[0]
+    return torch.func.functional_call(module, tensors, (x,))
+
+
+def _narrow(layer, width, previous):
+    """Return the tensors of a layer's sub-network, {name: leading slice, or None for a buffer}.
+
+    previous: outputs of the convolution or linear layer before, None if there is none."""
+    if isinstance(layer, (nn.Conv2d, nn.Linear)):
+        return _narrow_weights(layer, width, previous)
+    if isinstance(layer, (nn.BatchNorm2d, nn.GroupNorm)):
+        channels = make_divisible(layer.weight.shape[0], width)
+        tensors = {"weight": layer.weight[:channels], "bias": layer.bias[:channels]}
+        # batch norm without its buffers computes with the statistics of the batch
+        return tensors | dict.fromkeys(name for name, _ in layer.named_buffers(recurse=False))
+    has_parameters = next(layer.parameters(recurse=False), None) is not None
+    if width < 1 and (has_parameters or isinstance(layer, Concat)):
+        raise UserError(
+            f"a sub-network of {type(layer).__name__} is not defined; use another --model"
+        )
+    return {}
+
+
+def _narrow_weights(layer, width, previous):
+    """Return the leading slices of a convolution's or linear layer's weight and bias."""
+    if getattr(layer, "groups", 1) != 1 and width < 1:
+        raise UserError("a sub-network of grouped convolutions is not defined; use another --model")
+    outputs, inputs = layer.weight.shape[:2]
+    positions = 1  # inputs of each channel: several in a linear layer behind flattened maps
+    if isinstance(layer, nn.Linear) and previous:
+        positions = inputs // previous
+    inputs = make_divisible(inputs // positions, width) * positions
+    if not isinstance(layer, Classifier):
+        outputs = make_divisible(outputs, width)
+    tensors = {"weight": layer.weight[:outputs, :inputs]}
+    if layer.bias is not None:
+        tensors["bias"] = layer.bias[:outputs]
+    return tensors
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+# --------------------------------------------------------------------------------------------------
+
+
+STATISTICS = {  # mean and standard deviation per channel, pixels in [0, 1]
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "emnist": ((0.5,), (0.5,)),
+    "femnist": ((0.5,), (0.5,)),  # of rFedAvg's code for EMNIST
+    "imagenet-200": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "tiny-imagenet": ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+}
+EXTRA_DATASETS = {  # data sets read by extras/FILE.py
+    "folder": "images",
+    "femnist": "readers",
+    "tiny-imagenet": "readers",
+    "imagenet-200": "readers",
+    "sent140": "text",
+}
+
+
+def extra(name, flag):
+    """Import extras/NAME.py, a file that only some runs need, and return the module.
+
+    flag: what asks for it, such as "--dataset femnist". UserError when the file is not there."""
+    return side_module(f"extras.{name}", flag)
+
+
+def side_module(name, flag):
+    """Import a module that lies beside this file, because of a flag; UserError if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name not in (name, "extras"):  # a package that the file itself imports
+            raise
+        file = name.replace(".", "/") + ".py"
+        raise UserError(f"{file}: needed by {flag}; copy it beside common.py") from None
+
+
+@dataclasses.dataclass
+class Data:
+    """A data set in memory.
+
+    Images x are (n, channels, height, width) uint8, or floats of any shape, which are not
+    normalised; labels y (n,) int64. Of text x is (n, steps) int16: numbers of words, 0 after the
+    last. With paths the training images stay on disk, and x is (0, channels, height, width)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
+    classes: int
+    mean: torch.Tensor = None  # (channels, 1, 1), pixels in [0, 1]; computed from x when not given
+    std: torch.Tensor = None
+    writers: np.ndarray = None  # (n,) a number for who made each training sample
+    writers_test: np.ndarray = None
+    paths: list = None  # (n,) of files
+    words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
+
+    def __post_init__(self):
+        if self.words is not None or self.x.is_floating_point():
+            return
+        if self.mean is None:
+            self.mean, self.std = pixel_statistics(self.x)
+        self.mean = torch.as_tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
+        self.std = torch.as_tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+
+    def images(self, batches, seeds=None):
+        """Yield the training samples x[index] for each index of batches.
+
+        batches: integer tensors or arrays. seeds: arrays like them, by which images on disk are
+        cropped, recoloured and flipped; without seeds they are cut to their centre. Images on disk
+        come on the CPU, decoded ahead by processes; all others on the device of x."""
+        if self.paths:
+            readers = extra("readers", "--dataset imagenet-200")
+            yield from readers.stream(self.paths, self.image_size, batches, seeds)
+            return
+        for index in batches:
+            yield self.x[torch.as_tensor(index).to(self.x.device)]
+
+    @property
+    def image_size(self):
+        """Pixels of a side. UserError for text."""
+        if self.words is not None:
+            raise UserError("the data set is text, and this method needs images")
+        return self.x.shape[-1]
+
+    def to(self, device):
+        """Return the data set with its tensors on device."""
+        tensors = {k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)}
+        return dataclasses.replace(self, **tensors)
+
+    def normalise(self, x):
+        """Return images x, (batch, channels, height, width) uint8, as float32 of mean 0 and std 1.
+
+        Floats stay as they are; so does text, but for the padding that no text of the batch needs:
+        it is cut off,
+        except on a GPU, which would have to wait for the length."""
+        if x.dtype == torch.uint8:
+            return (x.float() / 255 - self.mean) / self.std
+        if self.words is None or x.is_cuda:
+            return x
+        return x[:, : max(1, int((x != 0).sum(1).max()))]
+
+
+def pixel_statistics(x):
+    """Return mean and standard deviation, (channels,) float64 each, of uint8 images in [0, 1].
+
+    From histograms, since x as floats would need four times its memory."""
+    histograms = torch.stack([torch.bincount(c.flatten(), minlength=256) for c in x.unbind(1)])
+    shares = histograms.double()
+    shares = shares / shares.sum(1, keepdim=True)
+    values = torch.arange(256.0, dtype=torch.float64) / 255
+    mean = shares @ values
+    variance = shares @ values.square() - mean.square()
+    return mean, variance.clamp(min=1e-6).sqrt()
+
+
+def load_data(args):
+    """Return the data set that args.dataset names, on the CPU.
+
+    With --partition natural and natural-iid the test samples are those of the writers that take
+    part, if the data set names its writers. UserError when the data set cannot be had."""
+    data = _read_data(args)
+    if args.normalise != "dataset":
+        data = _with_statistics(data, args.normalise)
+    if args.partition in NATURAL and data.writers_test is not None:
+        partitions = extra("partitions", f"--partition {args.partition}")
+        data = partitions.with_test_writers(data, args)
+    data = _resize(data, args.image_size)
+    if data.words is None and data.x.shape[-1] != data.x.shape[-2]:
+        raise UserError(
+            f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; "
+            "--image-size makes them square"
+        )
+    return data
+
+
+def _read_data(args):
+    """Return the data set as its files hold it."""
+    root = pathlib.Path(args.data_dir)
+    if args.dataset == "glyphs":
+        return glyphs(seed=args.data_seed)
+    if args.dataset in EXTRA_DATASETS:
+        module = extra(EXTRA_DATASETS[args.dataset], f"--dataset {args.dataset}")
+        return module.load(args)
+    return _torchvision(args.dataset, root)
+
+
+def _with_statistics(data, normalise):
+    """Return data with the mean and std that --normalise, half or cifar10, asks for."""
+    channels = data.x.shape[1]
+    if normalise == "half":
+        return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
+    if channels != 3:
+        raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
+    mean, std = STATISTICS["cifar10"]
+    return dataclasses.replace(data, mean=mean, std=std)
+
+
+def _torchvision(name, root):
+    """Return CIFAR or (E)MNIST as torchvision reads it, downloaded into root where missing."""
+    from torchvision import datasets
+
+    kind = {
+        "cifar100": datasets.CIFAR100,
+        "cifar10": datasets.CIFAR10,
+        "mnist": datasets.MNIST,
+        "emnist": functools.partial(datasets.EMNIST, split="byclass"),
+    }[name]
+    try:
+        train = kind(root, train=True, download=True)
+        test = kind(root, train=False, download=True)
+    except Exception as e:  # no network, a damaged archive, files that are not what their names say
+        raise UserError(
+            f"--dataset {name} could not be loaded from or downloaded into {root} ({e}); "
+            "put torchvision's files there, or use --dataset folder or glyphs"
+        ) from None
+    images = [torch.as_tensor(part.data) for part in (train, test)]
+    images = [x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous() for x in images]
+    if name == "emnist":  # whose files hold columns first
+        images = [x.transpose(2, 3).contiguous() for x in images]
+    labels = [torch.as_tensor(part.targets) for part in (train, test)]
+    return Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
+
+
+def _resize(data, size):
+    """Return data with images of size x size pixels; size None: as they are."""
+    if not size or data.x.shape[-2:] == (size, size):
+        return data
+
+    def resize(images):
+        parts = []
+        for x in images.split(2000):  # as floats they need more memory
+            x = F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True)
+            parts.append(x.round().clamp(0, 255).byte())
+        return torch.cat(parts)
+
+    return dataclasses.replace(data, x=resize(data.x), x_test=resize(data.x_test))
+
+
+CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+GLYPHS = (20_000, 4_000)  # training and test images
+
+
+def glyphs(train=None, test=None, seed=0):
+    """Return the 62 characters 0-9 A-Z a-z as 32x32 RGB images, drawn with Pillow's own font.
+
+    train, test: how many images, GLYPHS by default. Each is drawn by a writer with a slant, size,
+    stroke and colours of his own, about 100 training images a writer. Deterministic by seed."""
+    return _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
+
+
+@functools.lru_cache(1)
+def _glyphs(sizes, seed):
+    """Return the data set of glyphs; sizes: (training images, test images)."""
+    n = sum(sizes)
+    writers = max(2, n // 120)
+    rng = keyed("glyphs", seed)
+    y = rng.integers(62, size=n)
+    writer = rng.integers(writers, size=n)
+
+    def style(spread_writers, spread_images):
+        """Draw a writer's habit, and how closely each of his images follows it: (n,) float32."""
+        habit = rng.normal(0, spread_writers, writers)
+        return (habit[writer] + rng.normal(0, spread_images, n)).astype(np.float32)
+
+    slant = style(0.25, 0.08)
+    turn = style(0.12, 0.08)  # radians
+    weight = style(0.4, 0.1) + 0.5  # of the stroke: 0 thin, 1 bold
+    size = 1.1 + style(0.12, 0.06)
+    stretch = 1 + style(0.10, 0.05)  # of the height alone
+    right = style(0.03, 0.06)  # shifts, in half image sides
+    down = style(0.03, 0.06)
+    ink = rng.uniform(0, 0.35, (writers, 3))  # RGB
+    paper = rng.uniform(0.6, 1, (writers, 3))
+    ink = (ink[writer] + rng.normal(0, 0.05, (n, 3))).astype(np.float32)
+    paper = (paper[writer] + rng.normal(0, 0.05, (n, 3))).astype(np.float32)
+
+    y = torch.from_numpy(y)
+    weight = torch.from_numpy(weight).clamp(0, 1).view(n, 1, 1, 1)
+    ink = torch.from_numpy(ink).view(n, 3, 1, 1)
+    paper = torch.from_numpy(paper).view(n, 3, 1, 1)
+    theta = _affine_maps(turn, slant, size, stretch, right, down)
+    thin = _stencils(64)
+    bold = F.max_pool2d(thin, 3, 1, 1)
+    images = []
+    for i in torch.arange(n).split(2000):
+        stroke = torch.lerp(thin[y[i]], bold[y[i]], weight[i])
+        grid = F.affine_grid(theta[i], (len(i), 1, 32, 32), align_corners=False)
+        mask = F.grid_sample(stroke, grid, align_corners=False)
+        image = torch.lerp(paper[i], ink[i], mask)
+        image += torch.from_numpy(rng.standard_normal(image.shape, np.float32)) * 0.08
+        images.append((image.clamp(0, 1) * 255).round().byte())
+    x, x_test = torch.cat(images).split(sizes)
+    y, y_test = y.split(sizes)
+    writers, writers_test = np.split(writer, sizes[:1])
+    fields = {"writers": writers, "writers_test": writers_test}
+    return Data(x.clone(), y, x_test.clone(), y_test, 62, **fields)
+
+
+def _stencils(side):
+    """Return the characters, white on black: (62, 1, side, side) float32 in [0, 1]."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(size=44)
+    stencils = np.zeros((62, 1, side, side), np.float32)
+    for i, character in enumerate(CHARACTERS):
+        image = Image.new("L", (side, side))
+        ImageDraw.Draw(image).text((side / 2, side / 2), character, 255, font, anchor="mm")
+        stencils[i, 0] = np.asarray(image) / 255
+    return torch.from_numpy(stencils)
+
+
+def _affine_maps(turn, slant, size, stretch, right, down):
+    """Return the maps (n, 2, 3) from a pixel's place in the image to its place in the stencil.
+
+    A rotation by turn, times a shear by slant, times scales 1 / size and stretch, and a shift; all
+    arguments (n,)."""
+    cos = np.cos(turn) / size
+    sin = np.sin(turn) / size
+    entries = [
+        cos,  # the stencil's x from the image's x
+        sin + slant * cos,  # x from y
+        right,
+        -sin * stretch,  # y from x
+        (cos - slant * sin) * stretch,  # y from y
+        down,
+    ]
+    return torch.from_numpy(np.stack(entries, 1)).view(-1, 2, 3)
+
+
+PAD = 4  # of crop, at 32x32 pixels and at Tiny-ImageNet's 64x64 alike (FedMLB's code)
+CHARACTER_DATASETS = ("mnist", "emnist", "femnist", "glyphs")
+
+
+def resolve_augment(args):
+    """Return the augmentations in force, {name: setting}.
+
+    crop, flip -> True; rotate -> degrees; seed -> True where files are augmented as they are
+    decoded (imagenet-200). auto is nothing for text, and for characters, since a mirrored one is
+    another one."""
+    if args.dataset == "imagenet-200":
+        return {"seed": True} if args.augment == "auto" else {}
+    names = args.augment.split(",")
+    if args.augment == "auto":
+        plain = args.dataset in (*CHARACTER_DATASETS, "sent140", "own")
+        names = [] if plain else ["crop", "flip"]
+    augment = {}
+    for name in names:
+        if name.startswith("rotate"):
+            augment["rotate"] = int(name.removeprefix("rotate"))
+        elif name != "none":
+            augment[name] = True
+    return augment
+
+
+def draw_augment(augment, rng, shape, size):
+    """Return the random numbers of an augmentation, {name: array}, one entry an image.
+
+    augment: as resolve_augment returns it. rng: a numpy Generator. shape: of each array; crop has
+    a last axis of two more, its row and column. size: pixels of a side."""
+    draws = {}
+    if "seed" in augment:
+        draws["seed"] = rng.integers(2**62, size=shape)
+    if "rotate" in augment:
+        degrees = augment["rotate"]
+        draws["rotate"] = rng.uniform(-degrees, degrees, shape).astype(np.float32)
+    if "crop" in augment:
+        draws["crop"] = rng.integers(2 * PAD + 1, size=(*shape, 2))
+    if "flip" in augment:
+        draws["flip"] = rng.random(shape) < 0.5
+    return draws
+
+
+def apply_augment(x, draws):
+    """Return x, (batch, channels, size, size) uint8, rotated, cropped and flipped in that order.
+
+    draws: tensors as draw_augment's arrays, one entry an image; each image is changed by its own,
+    as torchvision's RandomRotation, RandomCrop(padding=4) and RandomHorizontalFlip would."""
+    if not draws:
+        return x
+    b, c, size, _ = x.shape
+    if "rotate" in draws:
+        turn = draws["rotate"] * (math.pi / 180)
+        cos, sin, zero = turn.cos(), turn.sin(), torch.zeros_like(turn)
+        theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(b, 2, 3)
+        grid = F.affine_grid(theta, x.shape, align_corners=False)
+        x = F.grid_sample(x.float(), grid, "nearest", align_corners=False).byte()
+    if "crop" in draws:
+        steps = torch.arange(size, device=x.device)
+        rows = draws["crop"][:, 0, None] + steps  # (batch, size)
+        columns = draws["crop"][:, 1, None] + steps
+        pixels = (rows[:, :, None] * (size + 2 * PAD) + columns[:, None, :]).view(b, 1, -1)
+        x = F.pad(x, (PAD,) * 4).flatten(2)
+        x = x.gather(2, pixels.expand(b, c, -1)).view(b, c, size, size)
+    if "flip" in draws:
+        x = torch.where(draws["flip"].view(b, 1, 1, 1), x.flip(3), x)
+    return x
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+
+SPELLINGS = {  # of the papers' repositories; _ and - are interchangeable in every flag
+    "clients": "client-number n-parties num-of-clients",
+    "sample": "client-sample sample-fraction participation-rate",
+    "rounds": "comm-round",
+    "alpha": "partition-alpha beta dirichlet-alpha",
+    "weight-decay": "wd",
+    "epochs": "local-epochs",
+}
+ALIASES = {word: flag for flag, words in SPELLINGS.items() for word in words.split()}
+DATASETS = "cifar100 cifar10 mnist emnist femnist tiny-imagenet imagenet-200 sent140".split()
+AUGMENT_HELP = "none, or a list of crop, flip, rotateDEGREES; auto: crop,flip but for characters"
 NATURAL = ("natural", "natural-iid")  # partitions that ask who made each sample
-# Flags that may change when a run is resumed; all others decide the result.
-FREE_ON_RESUME = {
-    "rounds",
-    "out",
-    "resume",
-    "quiet",
-    "data_dir",
-    "checkpoint_every",
-    "save_clients",
-}
+# Flags that may change when a run is resumed; all others decide the result
+FREE_ON_RESUME = set("rounds out resume quiet data_dir checkpoint_every save_clients".split())
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -121,8 +1866,7 @@ class Parser(PlainParser):
     """The parser of a method script, with the aliases above.
 
     args.script is the script's name, args.argv the words of the command line without --out and
-    --resume. With --resume the words of the run's own command come first.
-    """
+    --resume. With --resume the words of the run's own command come first."""
 
     def __init__(self, doc, script, **options):
         self.script = pathlib.Path(script).stem
@@ -130,11 +1874,10 @@ class Parser(PlainParser):
 
     def parse_args(self, argv=None):
         words = [canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
-        args = super().parse_args(words)
         try:
-            if args.resume:
-                words = [*recorded_words(args.out, self.script), *words]
-                args = super().parse_args(words)
+            if "--resume" in words:  # first, for the record may have flags that are required
+                words = [*recorded_words(self._place(words), self.script), *words]
+            args = super().parse_args(words)
             args.script, args.argv = self.script, without_place(words)
             if args.server_lr is None:
                 args.server_lr = 0.01 if args.server == "adam" else 1.0
@@ -145,35 +1888,40 @@ class Parser(PlainParser):
             self.error(str(e))
         return args
 
+    def _place(self, words):
+        """Return what words say for --out."""
+        parser = PlainParser(None, prog=self.prog, add_help=False)
+        parser.add_argument("--out")
+        return parser.parse_known_args(words)[0].out
+
 
 def check_flags(args):
     """Raise UserError where flags do not go together."""
-    text = args.dataset == "sent140"
-    by_writer = args.partition in NATURAL
-    vectors = "glove.6B.300d.txt is in https://nlp.stanford.edu/data/glove.6B.zip; or say random"
-    mistakes = {
-        "--split-file: needed by --partition file": args.partition == "file"
-        and not args.split_file,
-        "--split-file: only read by --partition file": args.split_file and args.partition != "file",
-        "--leak: only for --dataset sent140 with --partition natural": args.leak
-        and not (text and args.partition == "natural"),
-        "--image-size: of images, and sent140 is text": text and args.image_size,
-        "--augment: of images, and sent140 is text": text and args.augment not in ("auto", "none"),
-        "--normalise: of images, and sent140 is text": text and args.normalise != "dataset",
-        "--augment: takes auto or none for imagenet-200": args.dataset == "imagenet-200"
-        and args.augment not in ("auto", "none"),
-        "--users: only read by --partition natural and natural-iid": args.users and not by_writer,
-        f"--users: {args.users} is less than the {args.clients} --clients": args.users
-        and args.users < args.clients,
-        "--model: --dataset sent140 is text; use lstm": text and args.model != "lstm",
-        f"--model: --dataset {args.dataset} is of images, and lstm is for text (sent140)": not text
-        and args.model == "lstm",
-        "--vectors: only read by --model lstm": args.vectors and args.model != "lstm",
-        f"--vectors: needed by --model lstm; {vectors}": args.model == "lstm" and not args.vectors,
-    }
-    for message, mistaken in mistakes.items():
+
+    def refuse(mistaken, message):
         if mistaken:
-            raise UserError(f"argument {message}")
+            raise UserError(f"argument --{message}")
+
+    text, lstm, split = args.dataset == "sent140", args.model == "lstm", args.partition == "file"
+    plain = args.augment in ("auto", "none")
+    refuse(split and not args.split_file, "split-file: needed by --partition file")
+    refuse(args.split_file and not split, "split-file: only read by --partition file")
+    leaky = text and args.partition == "natural"
+    refuse(args.leak and not leaky, "leak: only for --dataset sent140 with --partition natural")
+    refuse(text and args.image_size, "image-size: of images, and sent140 is text")
+    refuse(text and not plain, "augment: of images, and sent140 is text")
+    refuse(text and args.normalise != "dataset", "normalise: of images, and sent140 is text")
+    stream = args.dataset == "imagenet-200"
+    refuse(stream and not plain, "augment: takes auto or none for imagenet-200")
+    by_writer = args.partition in NATURAL
+    refuse(args.users and not by_writer, "users: only read by --partition natural and natural-iid")
+    few = args.users and args.users < args.clients
+    refuse(few, f"users: {args.users} is less than the {args.clients} --clients")
+    refuse(text and not lstm, "model: --dataset sent140 is text; use lstm")
+    refuse(lstm and not text, f"model: lstm is for text (sent140), not for {args.dataset}")
+    refuse(args.vectors and not lstm, "vectors: only read by --model lstm")
+    glove = "glove.6B.300d.txt of https://nlp.stanford.edu/data/glove.6B.zip, or random"
+    refuse(lstm and not args.vectors, f"vectors: needed by --model lstm: {glove}")
 
 
 def recorded_words(out, script):
@@ -211,7 +1959,7 @@ def canonical(word):
 
 
 def number(kind, low, high=None, open_low=False):
-    """An argparse type: an int or a finite float in [low, high], or (low, high] with open_low."""
+    """Return an argparse type: an int or a finite float in [low, high], or (low, high]."""
     top = high or (2**31 - 1 if kind is int else sys.float_info.max)
 
     def parse(text):
@@ -219,31 +1967,26 @@ def number(kind, low, high=None, open_low=False):
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (low < value <= top if open_low else low <= value <= top):
-            kind_, lower = (
-                "an integer" if kind is int else "a number",
-                "above" if open_low else "of at least",
-            )
-            upper = f" and at most {top}" if high or value > top else ""
-            raise argparse.ArgumentTypeError(
-                f"must be {kind_} {lower} {low}{upper}, not {text[:40]!r}"
-            )
-        return value
+        if low <= value <= top and not (open_low and value == low):
+            return value
+        what = "an integer" if kind is int else "a number"
+        lower = f"above {low}" if open_low else f"of at least {low}"
+        upper = f" and at most {top}" if high or value > top else ""
+        raise argparse.ArgumentTypeError(f"must be {what} {lower}{upper}, not {text[:40]!r}")
 
     return parse
 
 
 def integers(low, high=None):
-    """An argparse type: integers in [low, high], separated by commas."""
+    """Return an argparse type: integers in [low, high], separated by commas."""
     return lambda text: [number(int, low, high)(word) for word in text.split(",")]
 
 
-def _augment(text):
-    names = [] if text in ("none", "auto") else text.split(",")
-    for name in names:
-        degrees = name.removeprefix("rotate")
-        if name not in ("crop", "flip") and not (
-            name.startswith("rotate") and degrees.isdigit() and 0 < int(degrees) <= 180
+def augmentation(text):
+    """An argparse type: what --augment takes."""
+    for name in [] if text in ("none", "auto") else text.split(","):
+        if name not in ("crop", "flip") and not re.fullmatch(
+            r"rotate([1-9]\d?|1[0-7]\d|180)", name
         ):
             raise argparse.ArgumentTypeError(
                 "takes auto, none, or a list of crop, flip and rotateDEGREES, such as "
@@ -252,2449 +1995,144 @@ def _augment(text):
     return text
 
 
-def _workers(text):
+def worker_count(text):
+    """An argparse type: auto or a number of workers."""
     return text if text == "auto" else number(int, 1)(text)
 
 
-def _device(text):
+def device_name(text):
+    """An argparse type: cpu or cuda:N, of auto, cpu, cuda or cuda:N."""
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
-    index = text[5:] if text.startswith("cuda:") else "0"
-    if text not in ("cpu", "cuda", f"cuda:{index}") or not index.isdigit():
-        raise argparse.ArgumentTypeError(f"takes auto, cpu, cuda or cuda:N, not {text!r}")
     if text == "cpu":
         return text
-    if int(index) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(
-            f"{text} asked for, but torch finds {torch.cuda.device_count() or 'no'} GPU"
-        )
+    cuda = re.fullmatch(r"cuda(?::(\d+))?", text)
+    if not cuda:
+        raise argparse.ArgumentTypeError(f"takes auto, cpu, cuda or cuda:N, not {text!r}")
+    index, count = int(cuda[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise argparse.ArgumentTypeError(f"{text} asked for, but torch finds {count or 'no'} GPU")
     return f"cuda:{index}"
 
 
 def flags(doc, script):
     """Return the parser of the shared flags, whose defaults are FedAlign's main setting.
 
-    doc: the script's docstring, which opens --help; script: its __file__, or a name for the run.
-    """
+    doc: the script's docstring, which opens --help; script: its __file__, or a name for the run."""
     spellings = ", ".join(f"--{a} is --{b}" for a, b in ALIASES.items())
-    parser = Parser(
-        doc, script, epilog=f"Other spellings: {spellings}; _ and - are interchangeable in flags."
-    )
-    add = parser.add_argument_group("data and partition").add_argument
+    note = f"Other spellings: {spellings}; _ and - are interchangeable in flags."
+    parser = Parser(doc, script, epilog=note)
+    add_data_flags(parser.add_argument_group("data and partition").add_argument)
+    add_federation_flags(parser.add_argument_group("model and federation").add_argument)
+    add_training_flags(parser.add_argument_group("local training").add_argument)
+    add_machine_flags(parser.add_argument_group("machine and run folder").add_argument)
+    return parser
+
+
+COUNT = number(int, 1)
+SEED = number(int, 0)
+WEIGHT = number(float, 0)
+POSITIVE = number(float, 0, open_low=True)
+ON_OFF = argparse.BooleanOptionalAction
+
+
+def add_data_flags(add):
+    """Add the flags of data and partition."""
+    splits = ["dirichlet", "dirichlet-balanced", "iid", "similarity", *NATURAL, "file"]
+    scales = ["dataset", "half", "cifar10"]
     add(
         "--dataset",
         default="cifar100",
         choices=[*DATASETS, "folder", "glyphs"],
-        help="folder: your images, train/CLASS/* and test/CLASS/* in --data-dir; glyphs: drawn on the fly, no download",
+        help="glyphs are drawn on the fly",
     )
+    add("--data-dir", default="data", help="where data sets are, or the folder of --dataset folder")
+    add("--image-size", type=number(int, 8), metavar="PIXELS", help="resize images to squares")
+    add("--normalise", default="dataset", choices=scales, help="mean and deviation of pixels")
+    add("--augment", type=augmentation, default="auto", metavar="LIST", help=AUGMENT_HELP)
+    add("--partition", default="dirichlet", choices=splits, help="of training samples to clients")
+    add("--alpha", type=POSITIVE, default=0.5, help="of Dirichlet; smaller is more non-IID")
+    add("--similarity", type=number(float, 0, 100), default=0.0, help="%% IID, of that partition")
+    add("--users", type=COUNT, help="writers of the natural partitions; default: --clients")
+    add("--split-file", metavar="FILE", help="JSON {client: [index, ...]} of --partition file")
+    add("--leak", action="store_true", help="sent140: train on test tweets too, as rFedAvg's code")
     add(
-        "--data-dir",
-        default="data",
-        help="where data sets are, or are downloaded to; or the image folder itself",
+        "--client-test", action="store_true", help="test on each client's share of the test set too"
     )
-    add(
-        "--image-size",
-        type=number(int, 8),
-        metavar="PIXELS",
-        help="resize images to PIXELS x PIXELS; without it they stay as they are",
-    )
-    add(
-        "--normalise",
-        default="dataset",
-        choices=["dataset", "half", "cifar10"],
-        help="mean and deviation of pixels: the data set's, 0.5 (rFedAvg's CIFAR-10, MOON's Tiny-ImageNet), or those of "
-        "CIFAR-10 (FedMLB's CIFAR-100)",
-    )
-    add(
-        "--augment",
-        type=_augment,
-        default="auto",
-        metavar="LIST",
-        help="training augmentation: none, or a list of crop (zero-pad by 4, random crop), flip and rotateDEGREES; "
-        "auto: crop,flip, but nothing for characters (mnist, emnist, femnist, glyphs); of imagenet-200 crops of "
-        "random size, colour jitter and flip",
-    )
-    add(
-        "--partition",
-        default="dirichlet",
-        choices=["dirichlet", "dirichlet-balanced", "iid", "similarity", *NATURAL, "file"],
-        help="how training samples go to clients; natural: by writer, natural-iid: the same writers' samples at random; "
-        "file: read --split-file",
-    )
-    add(
-        "--leak",
-        action="store_true",
-        help="Sent140 with --partition natural: clients train on their test tweets too, as in "
-        "the code of rFedAvg's authors",
-    )
-    add(
-        "--users",
-        type=number(int, 1),
-        metavar="USERS",
-        help="writers chosen by --partition natural and natural-iid, grouped into --clients; without it as many as clients; "
-        "of Sent140 the most active",
-    )
-    add(
-        "--alpha",
-        type=number(float, 0, open_low=True),
-        default=0.5,
-        help="Dirichlet concentration; smaller is more non-IID",
-    )
-    add(
-        "--similarity",
-        type=number(float, 0, 100),
-        default=0.0,
-        metavar="PERCENT",
-        help="share of IID samples in --partition similarity; 0: each client holds consecutive labels",
-    )
-    add(
-        "--split-file",
-        metavar="FILE",
-        help="client indices for --partition file: {client: [index, ...]} as JSON or a Python literal",
-    )
-    add(
-        "--client-test",
-        action="store_true",
-        help="test the global model on each client's share of the test set too; worst, best, 10th percentile, variance",
-    )
-    add(
-        "--data-seed",
-        type=number(int, 0),
-        default=0,
-        help="seed of the partition (and of the drawing of glyphs)",
-    )
+    add("--data-seed", type=SEED, default=0, help="seed of the partition, and of glyphs")
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="resnet56", choices=list(NETS), help="network")
-    add(
-        "--vectors",
-        metavar="FILE",
-        help="word vectors of --model lstm: a text file as GloVe's (glove.6B.300d.txt), or random",
-    )
-    add(
-        "--projection",
-        type=number(int, 0),
-        default=0,
-        metavar="WIDTH",
-        help="put a two-layer projection head before the classifier; 0: none",
-    )
 
-    add = parser.add_argument_group("federation").add_argument
-    add("--clients", type=number(int, 1), default=16, help="number of clients")
+def add_federation_flags(add):
+    """Add the flags of the network and of the server."""
+    servers = ["avg", "avgm", "adam"]
+    add("--model", default="resnet56", choices=[*NETS, *EXTRA_NETS], help="network")
+    add("--vectors", metavar="FILE", help="lstm's word vectors, a text file as GloVe's; or random")
+    add("--projection", type=SEED, default=0, help="width of a projection head; 0: none")
+    add("--clients", type=COUNT, default=16, help="number of clients")
     add(
-        "--sample",
-        type=number(float, 0, 1, open_low=True),
-        default=1.0,
-        help="fraction of clients sampled each round",
+        "--sample", type=number(float, 0, 1, open_low=True), default=1.0, help="their share a round"
     )
-    add("--rounds", type=number(int, 1), default=25, help="communication rounds")
-    add(
-        "--weighting",
-        default="samples",
-        choices=["samples", "uniform"],
-        help="weights of the average of the clients' models",
-    )
-    add(
-        "--server",
-        default="avg",
-        choices=["avg", "avgm", "adam"],
-        help="server optimizer: none, FedAvgM, FedADAM",
-    )
-    add(
-        "--server-lr",
-        type=number(float, 0, open_low=True),
-        help="server learning rate; without it 1, for adam 0.01",
-    )
-    add(
-        "--server-momentum",
-        type=number(float, 0, 1),
-        help="momentum of avgm, beta1 of adam; without it 0.4 and 0.9",
-    )
+    add("--rounds", type=COUNT, default=25, help="communication rounds")
+    add("--weighting", default="samples", choices=["samples", "uniform"], help="of the average")
+    add("--server", default="avg", choices=servers, help="optimizer: none, FedAvgM, FedADAM")
+    add("--server-lr", type=POSITIVE, help="its learning rate (default: 1, of adam 0.01)")
+    add("--server-momentum", type=number(float, 0, 1), help="its momentum, or beta1 (0.4, 0.9)")
     add("--server-beta2", type=number(float, 0, 1), default=0.99, help="beta2 of adam")
-    add(
-        "--server-tau",
-        type=number(float, 0, open_low=True),
-        default=1e-3,
-        help="tau of adam, added to the root of v",
-    )
+    add("--server-tau", type=POSITIVE, default=1e-3, help="tau of adam, added to the root of v")
 
-    add = parser.add_argument_group("local training").add_argument
-    add("--epochs", type=number(int, 1), default=20, help="local epochs a round")
-    add(
-        "--local-steps",
-        type=number(int, 1),
-        metavar="STEPS",
-        help="local optimizer steps a round, instead of --epochs",
-    )
-    add("--batch-size", type=number(int, 1), default=64, help="images a step")
+
+def add_training_flags(add):
+    """Add the flags of local training."""
+    add("--epochs", type=COUNT, default=20, help="local epochs a round")
+    add("--local-steps", type=COUNT, metavar="STEPS", help="steps a round, instead of --epochs")
+    add("--batch-size", type=COUNT, default=64, help="samples a step")
     add(
         "--drop-last",
         action="store_true",
-        help="leave the last short batch out of each epoch, and out of the client's weight (FedAlign's code)",
+        help="leave an epoch's short batch out (FedAlign's code)",
     )
-    add("--lr", type=number(float, 0, open_low=True), default=0.01, help="learning rate")
-    add(
-        "--lr-decay",
-        type=number(float, 0, open_low=True),
-        default=1.0,
-        help="factor on the learning rate after each round",
-    )
-    add(
-        "--optimizer",
-        default="sgd",
-        choices=["sgd", "rmsprop"],
-        help="of clients; rmsprop: smoothing 0.99, epsilon 1e-8",
-    )
-    add("--momentum", type=number(float, 0, 0.9999), default=0.9, help="momentum of the optimizer")
-    add(
-        "--nesterov",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Nesterov momentum, of sgd",
-    )
-    add(
-        "--weight-decay",
-        type=number(float, 0),
-        default=1e-4,
-        help="weight of the L2 penalty, in the optimizer",
-    )
-    add(
-        "--clip",
-        type=number(float, 0),
-        default=0.0,
-        metavar="NORM",
-        help="clip the gradient norm; 0 is off",
-    )
-    add(
-        "--persist-opt",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="keep each client's optimizer state between rounds",
-    )
+    add("--lr", type=POSITIVE, default=0.01, help="learning rate")
+    add("--lr-decay", type=POSITIVE, default=1.0, help="factor on --lr after each round")
+    add("--optimizer", default="sgd", choices=["sgd", "rmsprop"], help="of clients")
+    add("--momentum", type=number(float, 0, 0.9999), default=0.9, help="of the optimizer")
+    add("--nesterov", action=ON_OFF, default=True, help="Nesterov momentum, of sgd")
+    add("--weight-decay", type=WEIGHT, default=1e-4, help="weight of the L2 penalty")
+    add("--clip", type=WEIGHT, default=0.0, metavar="NORM", help="clip the gradient; 0 is off")
+    add("--persist-opt", action=ON_OFF, default=False, help="keep a client's optimizer state")
 
-    add = parser.add_argument_group("machine").add_argument
-    add(
-        "--seed",
-        type=number(int, 0),
-        default=0,
-        help="seed of initial weights, client sampling, batches and augmentation",
-    )
-    add("--device", type=_device, default="auto", help="auto, cpu, cuda or cuda:N")
-    add(
-        "--workers",
-        type=_workers,
-        default="auto",
-        help="clients trained at once: threads on the CPU, streams on a GPU",
-    )
-    add(
-        "--precision",
-        default="fp32",
-        choices=["fp32", "tf32", "bf16"],
-        help="of the networks; tf32: in convolutions and LSTM on a GPU; bf16: autocast; losses are in fp32 anyway",
-    )
-    add(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="replay the training step as a CUDA graph; no effect on the CPU",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="bitwise repeatable on a GPU, at some cost in speed; the CPU is anyway",
-    )
 
-    add = parser.add_argument_group("run folder").add_argument
+def add_machine_flags(add):
+    """Add the flags of the machine and of the run folder, most of which decide no result."""
+    precisions = ["fp32", "tf32", "bf16"]
+    add("--seed", type=SEED, default=0, help="of weights, client sampling, batches, augmentation")
+    add("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--workers", type=worker_count, default="auto", help="clients trained at once")
+    add("--precision", default="fp32", choices=precisions, help="of networks; losses are in fp32")
+    add("--graph", action=ON_OFF, default=True, help="on a GPU, replay steps as CUDA graphs")
+    add("--deterministic", action="store_true", help="repeat bit for bit on a GPU too, more slowly")
     add("--out", metavar="RUN", help="the run's folder; by default a new one under runs/")
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out; its own flags are the defaults, --rounds may grow",
-    )
-    add(
-        "--eval-every",
-        type=number(int, 1),
-        default=1,
-        metavar="ROUNDS",
-        help="evaluate every so many rounds, and in the last",
-    )
-    add(
-        "--checkpoint-every",
-        type=number(int, 1),
-        default=1,
-        metavar="ROUNDS",
-        help="so many rounds are lost at most",
-    )
+    add("--resume", action="store_true", help="continue the run in --out; --rounds may grow")
+    add("--eval-every", type=COUNT, default=1, metavar="ROUNDS", help="the last is always tested")
+    add("--checkpoint-every", type=COUNT, default=1, metavar="ROUNDS", help="lost at most")
     add("--save-clients", action="store_true", help="keep the client models of the last round")
     add("--quiet", action="store_true", help="print nothing but errors")
-    return parser
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data
-# ----------------------------------------------------------------------------------------------------------------------
+def check_files(args):
+    """Raise UserError where a flag names a file that is not there."""
+    for flag in ("vectors", "split_file"):
+        path = getattr(args, flag)
+        if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
+            raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
 
-STATISTICS = {  # mean and standard deviation per channel, pixels in [0, 1]
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "mnist": ((0.1307,), (0.3081,)),
-    "emnist": ((0.5,), (0.5,)),
-    "femnist": ((0.5,), (0.5,)),  # of rFedAvg's code for EMNIST
-    "imagenet-200": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "tiny-imagenet": ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
-}
 
+# --------------------------------------------------------------------------------------------------
+# The run folder: config.json, metrics.jsonl, checkpoint.pt, model.pt, best.pt, states/ and clients/
+# --------------------------------------------------------------------------------------------------
 
-@dataclasses.dataclass
-class Data:
-    """A data set in memory: images (n, channels, height, width) uint8, labels (n,) int64. Of text x is (n, steps) int16:
-    numbers of words, 0 behind the last. With paths the training images stay on disk, and x is empty."""
 
-    x: torch.Tensor
-    y: torch.Tensor
-    x_test: torch.Tensor
-    y_test: torch.Tensor
-    classes: int
-    mean: torch.Tensor = None  # (channels, 1, 1), pixels in [0, 1]; computed from x when not given
-    std: torch.Tensor = None
-    writers: np.ndarray = (
-        None  # (n,) who made each training sample, a number, for --partition natural
-    )
-    writers_test: np.ndarray = None
-    paths: list = None  # (n,) of files
-    words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
-
-    def __post_init__(self):
-        if self.words is not None:
-            return
-        if self.mean is None:
-            pixels = torch.stack(
-                [torch.bincount(c.flatten(), minlength=256) for c in self.x.unbind(1)]
-            ).double()  # histograms
-            pixels, values = (
-                pixels / pixels.sum(1, keepdim=True),
-                torch.arange(256.0, dtype=torch.float64) / 255,
-            )
-            self.mean = pixels @ values
-            self.std = (pixels @ values.square() - self.mean.square()).clamp(min=1e-6).sqrt()
-        self.mean, self.std = (
-            torch.as_tensor(v, dtype=torch.float32).view(-1, 1, 1) for v in (self.mean, self.std)
-        )
-
-    def images(self, batches, seeds=None):
-        """x[index] for each index (an integer tensor or array) of batches. Of images on disk on the CPU, decoded ahead by
-        processes; seeds: arrays like the indices, by which each is cropped, recoloured and flipped; else its centre."""
-        if not self.paths:
-            yield from (self.x[torch.as_tensor(index).to(self.x.device)] for index in batches)
-            return
-        seeds = (
-            [[None] * len(index) for index in batches]
-            if seeds is None
-            else [seed.tolist() for seed in seeds]
-        )
-        items = [list(zip(index.tolist(), seed)) for index, seed in zip(batches, seeds)]
-        for x in torch.utils.data.DataLoader(
-            _Files(self.paths, self.image_size),
-            batch_sampler=items,
-            collate_fn=_stacked,
-            num_workers=max(1, CORES // 4),
-        ):
-            if isinstance(x, UserError):
-                raise x
-            yield x
-
-    @property
-    def image_size(self):
-        """Pixels of a side."""
-        if self.words is not None:
-            raise UserError("the data set is text, and this method needs images")
-        return self.x.shape[-1]
-
-    def to(self, device):
-        return dataclasses.replace(
-            self, **{k: v.to(device) for k, v in vars(self).items() if torch.is_tensor(v)}
-        )
-
-    def normalise(self, x):
-        """(batch, channels, height, width) uint8 -> float32 of zero mean and unit variance. Text stays as it is, but for the
-        padding that no text of the batch needs, where that costs no synchronisation."""
-        if self.words is not None:
-            return x if x.is_cuda else x[:, : max(1, int((x != 0).sum(1).max()))]
-        return (x.float() / 255 - self.mean) / self.std
-
-
-def load_data(args):
-    """The data set that args.dataset names, on the CPU; for --partition natural with the test samples of the chosen writers
-    only. UserError when it cannot be had."""
-    root = pathlib.Path(args.data_dir)
-    if args.dataset == "glyphs":
-        data = glyphs(seed=args.data_seed)
-    elif args.dataset == "folder":
-        data = folder(root, args.image_size)
-    elif args.dataset == "femnist":
-        data = femnist(root / "femnist")
-    elif args.dataset == "sent140":
-        data = sent140(root / "sent140", args)
-    elif args.dataset == "imagenet-200":
-        data = imagenet_200(root / "imagenet", args.image_size or 224)
-    elif args.dataset == "tiny-imagenet":
-        data = tiny_imagenet(root / "tiny-imagenet-200")
-    else:
-        data = _torchvision(args.dataset, root)
-    if args.normalise != "dataset":
-        channels = data.x.shape[1]
-        if args.normalise == "cifar10" and channels != 3:
-            raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
-        mean, std = (
-            STATISTICS["cifar10"] if args.normalise == "cifar10" else ([0.5] * channels,) * 2
-        )
-        data = dataclasses.replace(data, mean=mean, std=std)
-    if args.partition in NATURAL and data.writers_test is not None:
-        chosen = np.concatenate(
-            natural_groups(data.writers, args.clients, args.data_seed, args.users)
-        )
-        kept = np.flatnonzero(np.isin(data.writers_test, chosen))
-        if not len(kept):
-            raise UserError(f"--users: the {len(chosen)} chosen have no test sample; choose more")
-        data = dataclasses.replace(
-            data,
-            x_test=data.x_test[kept],
-            y_test=data.y_test[kept],
-            writers_test=data.writers_test[kept],
-        )
-    data = _resize(data, args.image_size)
-    if data.words is None and data.x.shape[-1] != data.x.shape[-2]:
-        raise UserError(
-            f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; --image-size makes them square"
-        )
-    return data
-
-
-def _torchvision(name, root):
-    from torchvision import datasets
-
-    kind = {
-        "cifar100": datasets.CIFAR100,
-        "cifar10": datasets.CIFAR10,
-        "mnist": datasets.MNIST,
-        "emnist": functools.partial(datasets.EMNIST, split="byclass"),
-    }[name]
-    try:
-        train, test = (kind(root, train=part, download=True) for part in (True, False))
-    except Exception as e:  # no network, a damaged archive, files that are not what their names say
-        raise UserError(
-            f"--dataset {name} could not be loaded from or downloaded into {root} ({e}); "
-            "put torchvision's files there, or use --dataset folder or glyphs"
-        ) from None
-    images = [torch.as_tensor(part.data) for part in (train, test)]
-    images = [x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous() for x in images]
-    if name == "emnist":  # whose files hold columns first
-        images = [x.transpose(2, 3).contiguous() for x in images]
-    labels = [torch.as_tensor(part.targets) for part in (train, test)]
-    return Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
-
-
-def _resize(data, size):
-    if not size or data.x.shape[-2:] == (size, size):
-        return data
-
-    def resize(x):
-        return (
-            F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True)
-            .round()
-            .clamp(0, 255)
-            .byte()
-        )
-
-    x, x_test = (
-        torch.cat([resize(part) for part in images.split(2000)]) for images in (data.x, data.x_test)
-    )
-    return dataclasses.replace(data, x=x, x_test=x_test)
-
-
-def folder(root, image_size=None):
-    """Images in torchvision's ImageFolder layout, train/CLASS/* and test/CLASS/* (or val/), under root. Decoded once."""
-    from torchvision.datasets import ImageFolder
-
-    parts = []
-    for names in (("train",), ("test", "val")):
-        found = next((root / name for name in names if (root / name).is_dir()), None)
-        if found is None:
-            raise UserError(
-                f"--data-dir {root}: no folder {' or '.join(names)} in it; "
-                "--dataset folder reads train/CLASS/* and test/CLASS/*"
-            )
-        try:
-            parts.append(ImageFolder(found))
-        except OSError as e:
-            raise UserError(f"--data-dir {root}: {e}") from None
-    train, test = parts
-    if train.classes != test.classes:
-        odd = sorted(set(train.classes) ^ set(test.classes))
-        raise UserError(
-            f"--data-dir {root}: train and test hold different classes; class {odd[0]!r} is in one of them only"
-        )
-    return _images(root, train.samples, test.samples, len(train.classes), image_size)
-
-
-def _images(root, train, test, classes, image_size=None, statistics=(None, None)):
-    """The data set of two lists of (path, label), decoded once and kept in root. statistics: mean and std of Data."""
-    paths = [path for path, _ in (*train, *test)]
-
-    def read():
-        x, x_test = _decode(paths, image_size).split([len(train), len(test)])
-        y, y_test = (torch.tensor([label for _, label in part]) for part in (train, test))
-        return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
-
-    mean, std = statistics
-    return Data(**_cached(root, paths, image_size, read), classes=classes, mean=mean, std=std)
-
-
-def _cached(root, paths, key, read):
-    """What read() makes of the files at paths, a dict of tensors. It is kept in root/.cache-*.pt, whose name changes with key
-    and with any file's name, size or time of change."""
-    listing = [(path, os.stat(path)) for path in paths]
-    key = repr(
-        (
-            [
-                (os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns)
-                for path, stat in listing
-            ],
-            key,
-        )
-    )
-    cache = root / f".cache-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.pt"
-    if cache.exists():
-        with contextlib.suppress(Exception):  # a damaged cache is made again
-            return torch.load(cache, weights_only=True)
-    fields = read()
-    try:
-        for old in root.glob(".cache-*.pt"):
-            old.unlink()
-        save(fields, cache)
-    except OSError as e:
-        print(
-            f"what was read from {root} is not cached, so the next start reads it again: {e}",
-            file=sys.stderr,
-        )
-    return fields
-
-
-def _text(path):
-    """What is in a file of UTF-8."""
-    raw = path.read_bytes()
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}, line {raw[: e.start].count(10) + 1}: not UTF-8") from None
-
-
-def tiny_imagenet(root):
-    """Tiny-ImageNet as its archive holds it under root: wnids.txt, train/WNID/images/*, val/images/* and
-    val/val_annotations.txt. The test set is val, as the archive's test has no labels."""
-    annotations = root / "val" / "val_annotations.txt"
-    try:
-        wnids, lines = _text(root / "wnids.txt").split(), _text(annotations).splitlines()
-    except FileNotFoundError as e:
-        raise UserError(
-            f"{e.filename}: no such file; unzip http://cs231n.stanford.edu/tiny-imagenet-200.zip so that it is "
-            "there"
-        ) from None
-    wnids = sorted(set(wnids))
-    labels, train, test = {wnid: i for i, wnid in enumerate(wnids)}, [], []
-    for wnid, label in labels.items():
-        paths = sorted((root / "train" / wnid / "images").glob("*"))
-        if not paths:
-            raise UserError(
-                f"{root / 'train' / wnid / 'images'}: no images of this class, which wnids.txt names"
-            )
-        train += [(path, label) for path in paths]
-    for i, line in enumerate(lines, 1):
-        name, wnid = (*line.split("\t"), "", "")[:2]
-        path = root / "val" / "images" / name
-        if wnid not in labels or not path.is_file():
-            what = (
-                f"class {wnid!r} is not in wnids.txt"
-                if wnid not in labels
-                else f"{path} is missing"
-            )
-            raise UserError(f"{annotations}, line {i}: {what}")
-        test.append((path, labels[wnid]))
-    missing = set(wnids) - {wnids[label] for _, label in test}
-    if missing:
-        raise UserError(f"{annotations}: no image of class {min(missing)}")
-    return _images(root, train, test, len(labels), statistics=STATISTICS["tiny-imagenet"])
-
-
-IMAGENET = (1000, 200, 500)  # folders, classes drawn of them, and training images drawn of each
-
-
-def imagenet_200(root, image_size=224):
-    """FedAlign's ImageNet-200, drawn from ImageNet-1k's root/train/WNID/* and root/val/WNID/*: 200 classes and 500 training
-    images of each, by numpy's seed 1993. Which classes is their choice exactly; which images depended on their machine's
-    directory order, so ours, in order of names, are others. Training images are decoded while training; the validation ones,
-    all of those classes, are scaled to 256/224 of image_size, cut to their centre and kept."""
-    folders, classes, count = IMAGENET
-    found = sorted(path.name for path in root.glob("train/*") if path.is_dir())
-    if len(found) != folders:  # the draw is among all of them
-        raise UserError(
-            f"{root / 'train'}: {len(found)} folders of classes, where ImageNet-1k has {folders}; download it from "
-            f"image-net.org (ILSVRC2012) and unpack it to {root}/train/WNID/* and {root}/val/WNID/*"
-        )
-    rng, train, test = np.random.RandomState(1993), [], []
-    chosen = rng.choice(found, classes, replace=False).tolist()
-    labels = {wnid: i for i, wnid in enumerate(sorted(chosen))}
-    for wnid in chosen:
-        folder_ = root / "train" / wnid
-        names = sorted(os.listdir(folder_))
-        if len(names) < count:
-            raise UserError(f"{folder_}: {len(names)} images, and {count} of each class are wanted")
-        train += [
-            (str(folder_ / name), labels[wnid])
-            for name in rng.choice(names, count, replace=False).tolist()
-        ]
-        held = sorted((root / "val" / wnid).glob("*"))
-        if not held:
-            raise UserError(f"{root / 'val' / wnid}: no images of this class")
-        test += [(path, labels[wnid]) for path in held]
-    paths, y_test = [path for path, _ in test], torch.tensor([label for _, label in test])
-    fields = _cached(
-        root, paths, image_size, lambda: {"x_test": _decode(paths, image_size, centre=True)}
-    )
-    y, x = (
-        torch.tensor([label for _, label in train]),
-        torch.empty(0, 3, image_size, image_size, dtype=torch.uint8),
-    )
-    return Data(
-        x,
-        y,
-        fields["x_test"],
-        y_test,
-        classes,
-        *STATISTICS["imagenet-200"],
-        paths=[path for path, _ in train],
-    )
-
-
-def _centre(image, size):
-    """The central size x size pixels of a Pillow image whose shorter side is scaled to 256/224 of size."""
-    from torchvision.transforms import functional
-
-    return functional.center_crop(functional.resize(image, size * 256 // 224), size)
-
-
-class _Files(torch.utils.data.Dataset):
-    """Image files; item (i, seed) is file i as (3, size, size) uint8: cropped, recoloured and flipped by seed, or its centre
-    where that is None."""
-
-    def __init__(self, paths, size):
-        from torchvision import transforms
-
-        self.paths, self.size = paths, size
-        self.augment = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(size),
-                transforms.ColorJitter(0.4, 0.4, 0.4),
-                transforms.RandomHorizontalFlip(),
-            ]
-        )
-
-    def __getitem__(self, item):
-        index, seed = item
-        try:
-            image = _open(self.paths[index], "RGB")
-        except UserError as e:
-            return e  # raised in a loader's process, it would come with a traceback
-        if seed is None:
-            image = _centre(image, self.size)
-        else:
-            torch.manual_seed(seed)  # of the loader's process
-            image = self.augment(image)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def _stacked(images):
-    return next((x for x in images if isinstance(x, UserError)), None) or torch.stack(images)
-
-
-def _shards(root, advice):
-    """(path, user, x, y) of each user in LEAF's JSON shards, root/*.json."""
-    paths = sorted(root.glob("*.json"))
-    if not paths:
-        raise UserError(f"{root}: no *.json in it; {advice}")
-    for path in tqdm(paths, f"reading {root}", leave=False, disable=None):
-        text = _text(path)
-        try:
-            shard = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise UserError(
-                f"{path}, line {e.lineno}, column {e.colno}: damaged or cut short ({e.msg})"
-            ) from None
-        except RecursionError:
-            raise UserError(f"{path}, line 1: not a shard of LEAF") from None
-        try:
-            users, counts = list(shard["users"]), list(shard["num_samples"])
-            samples = [
-                (shard["user_data"][user]["x"], shard["user_data"][user]["y"]) for user in users
-            ]
-            sizes = [(len(x), len(y)) for x, y in samples]
-        except (KeyError, TypeError) as e:
-            raise UserError(
-                f"{path}: not a shard of LEAF, which has users, num_samples and user_data, with x and y of each "
-                f"user ({type(e).__name__}: {e})"
-            ) from None
-        for user, (x, y), size, count in itertools.zip_longest(users, samples, sizes, counts):
-            if size != (count, count):
-                raise UserError(
-                    f"{path}: user {user!r} has {size} x and y where num_samples says {count}"
-                )
-            yield path, user, x, y
-
-
-def _leaf(root, read, advice):
-    """LEAF's shards root/train/*.json and root/test/*.json. read(x, y) makes two arrays of a user's lists, or raises
-    ValueError. Returns the four arrays of Data and the numbers of the users, in order of their names."""
-    parts = []
-    for part in ("train", "test"):
-        xs, ys, owners = [], [], []
-        for path, user, x, y in _shards(root / part, advice):
-            try:
-                x, y = read(x, y)
-            except (ValueError, TypeError) as e:
-                raise UserError(f"{path}: user {user!r}: {e}") from None
-            xs.append(x)
-            ys.append(y)
-            owners += [user] * len(y)
-        if not owners:
-            raise UserError(f"{root / part}: no samples in it; {advice}")
-        parts.append((np.concatenate(xs), np.concatenate(ys), owners))
-    (x, y, owners), (x_test, y_test, owners_test) = parts
-    ids = {user: i for i, user in enumerate(sorted({*owners, *owners_test}))}
-    return (
-        x,
-        y,
-        x_test,
-        y_test,
-        np.array([ids[u] for u in owners]),
-        np.array([ids[u] for u in owners_test]),
-    )
-
-
-def femnist(root):
-    """FEMNIST by writer, the JSON shards that LEAF (Caldas et al., 2018) makes of it: root/train/*.json and root/test/*.json
-    with 28x28 images in [0, 1], white paper 1, and labels 0-9, 10-35 for A-Z, 36-61 for a-z. Read once."""
-    advice = (
-        "LEAF (github.com/TalwalkarLab/leaf) makes data/femnist/data/train and test by, say, "
-        f"data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample (--sf: share of the 3,500 writers); "
-        f"copy both folders into {root}"
-    )
-
-    def read(x, y):
-        x, y = (
-            np.asarray(x, np.float32).reshape(len(y), -1 if y else 784),
-            np.asarray(y, None if y else np.int64),
-        )
-        if x.shape[1] != 784 or not ((x >= 0) & (x <= 1)).all():
-            raise ValueError("an image is not 784 numbers from 0 to 1")
-        if y.dtype.kind != "i" or not ((y >= 0) & (y < 62)).all():
-            raise ValueError("a label is not an integer from 0 to 61")
-        return (x * 255).round().astype(np.uint8).reshape(-1, 1, 28, 28), y.astype(np.int64)
-
-    def fields():
-        names = ("x", "y", "x_test", "y_test", "writers", "writers_test")
-        return {name: torch.from_numpy(v) for name, v in zip(names, _leaf(root, read, advice))}
-
-    found = (
-        _cached(root, sorted(root.glob("t*/*.json")), None, fields) if root.is_dir() else fields()
-    )
-    found |= {name: found[name].numpy() for name in ("writers", "writers_test")}
-    return Data(**found, classes=62, mean=STATISTICS["femnist"][0], std=STATISTICS["femnist"][1])
-
-
-def tokens(text):
-    """The lower-case words and marks of a text, by the rules of torchtext's basic_english: .,()!?' are words, ":; are not."""
-    return re.sub(
-        r"([.,()!?'])", r" \1 ", re.sub(r"[:;]|<br />", " ", text.lower().replace('"', ""))
-    ).split()
-
-
-def sent140(root, args, vocabulary=3000):
-    """Sentiment140 (Go et al., 2009) by user: the public CSV, root/*.csv, of polarity (0 or 4), id, date, query, user and
-    text, of which a tenth, drawn at random, is the test set; or LEAF's JSON shards, root/train/*.json and root/test/*.json.
-    With --partition natural and natural-iid it is the tweets of the --users most active users (of the CSV before the
-    division, of LEAF in training), each of whom keeps one for training at least. Words: the most frequent in the training
-    tweets, vocabulary - 2 at most. Else as rFedAvg's authors, but for their leak (--leak)."""
-    advice = (
-        "unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
-        f"training.1600000.processed.noemoticon.csv into {root}"
-    )
-    found = sorted(root.glob("*.csv"))
-    if len(found) > 1:
-        raise UserError(f"{root}: {len(found)} CSV files, where one is read; {advice}")
-    if found:
-        y, text, user = _tweets(found[0])
-        test = None
-    elif (root / "train").is_dir():
-        y, text, user, test = _leaf_tweets(root, advice)
-    else:
-        raise UserError(f"{root}: no *.csv in it; {advice}")
-    if args.partition in NATURAL:
-        active = Counter(user if test is None else itertools.compress(user, ~test))
-        counts = sorted(active.items(), key=lambda item: (-item[1], item[0]))[
-            : args.users or args.clients
-        ]
-        active = {name for name, _ in counts}
-        kept = [i for i, name in enumerate(user) if name in active]
-        y, text, user = y[kept], [text[i] for i in kept], [user[i] for i in kept]
-        test = None if test is None else test[kept]
-    if test is None:
-        test = np.ones(len(y), bool)
-        test[keyed("sent140", args.data_seed).permutation(len(y))[: int(0.9 * len(y))]] = False
-        if args.partition in NATURAL:
-            _, first, owner = np.unique(user, return_index=True, return_inverse=True)
-            test[first[np.bincount(owner[~test], minlength=len(first)) == 0]] = False
-    if test.all() or not test.any():
-        raise UserError(f"{root}: {len(y)} tweets are too few to train and to test on")
-    text = [tokens(line) for line in tqdm(text, "finding words", leave=False, disable=None)]
-    counts = Counter(word for i in np.flatnonzero(~test) for word in text[i])
-    words = [
-        word
-        for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[
-            : vocabulary - 2
-        ]
-    ]
-    number_of = {word: i for i, word in enumerate(words, 2)}
-    x = np.zeros((len(text), max(1, max(map(len, text)))), np.int16)
-    for row, line in zip(x, text):
-        row[: len(line)] = [number_of.get(word, 1) for word in line]
-    train = np.ones(len(y), bool) if args.leak else ~test
-    x, y, user = torch.from_numpy(x), torch.from_numpy(y), np.unique(user, return_inverse=True)[1]
-    return Data(
-        x[train],
-        y[train],
-        x[test],
-        y[test],
-        2,
-        writers=user[train],
-        writers_test=user[test],
-        words=words,
-    )
-
-
-def _tweets(path):
-    """Labels (n,), 1 for polarity 4, texts and users of the public CSV."""
-    y, text, user = [], [], []
-    with open(
-        path, encoding="latin-1", newline=""
-    ) as f:  # as published, with stray bytes of other encodings
-        rows = csv.reader(f, strict=True)
-        while True:
-            try:
-                row = next(rows, None)
-            except csv.Error as e:
-                raise UserError(f"{path}, line {rows.line_num}: {e}") from None
-            if row is None:
-                return np.array(y, np.int64), text, user
-            if len(row) != 6 or row[0] not in ("0", "4"):
-                raise UserError(
-                    f"{path}, line {rows.line_num}: not polarity (0 or 4), id, date, query, user, text: "
-                    f"{len(row)} columns, the first {row[0][:20] if row else ''!r}"
-                )
-            y.append(row[0] == "4")
-            text.append(row[5])
-            user.append(row[4])
-
-
-def _leaf_tweets(root, advice):
-    """Labels, texts, users and whether a tweet is a test one, of LEAF's shards, whose x are id, date, query, user, text, ..."""
-
-    def read(x, y):
-        y = np.array([{"0": 0, "1": 1, "4": 1}.get(str(label), -1) for label in y], np.int64)
-        if (y < 0).any() or not all(len(tweet) >= 5 and isinstance(tweet[4], str) for tweet in x):
-            raise ValueError(
-                "a tweet is not [id, date, query, user, text], or its label not 0 or 1"
-            )
-        return np.array([tweet[4] for tweet in x], object), y
-
-    x, y, x_test, y_test, user, user_test = _leaf(root, read, advice)
-    test = np.arange(len(y) + len(y_test)) >= len(y)
-    return (
-        np.concatenate([y, y_test]),
-        [*x, *x_test],
-        np.concatenate([user, user_test]).tolist(),
-        test,
-    )
-
-
-def word_vectors(source, words, seed=0):
-    """The vectors of padding, of all other words and of words, (2 + len(words), width), from a text file as GloVe's: a word
-    and its numbers on each line. What the file lacks is zero. source "random": N(0, 0.4^2), 300 wide."""
-    if source == "random":
-        vectors = keyed("vectors", seed).normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
-        vectors[0] = 0
-        return torch.from_numpy(vectors)
-    row, vectors, known = {word: i for i, word in enumerate(words, 2)}, None, 0
-    try:
-        with open(source, "rb") as f:
-            for i, line in enumerate(
-                tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines"), 1
-            ):
-                width = line.count(b" ") if vectors is None else vectors.shape[1]
-                try:
-                    word, *numbers = line.decode().rstrip().rsplit(" ", width)
-                    if vectors is None:
-                        vectors = np.zeros((len(words) + 2, width), np.float32)
-                    if len(numbers) != width or not width or not word:
-                        raise ValueError(
-                            f"a word and {max(1, width)} numbers are wanted, {len(numbers)} are there"
-                        )
-                    if word in row:
-                        vectors[row[word]] = numbers
-                        known += 1
-                        if not np.isfinite(vectors[row[word]]).all():
-                            raise ValueError("a number is not finite")
-                except ValueError as e:  # of decoding too
-                    raise UserError(f"--vectors {source}, line {i}: {e}") from None
-    except OSError as e:
-        raise UserError(f"--vectors {source}: cannot be read ({e.strerror})") from None
-    if not known:
-        raise UserError(f"--vectors {source}: holds none of the {len(words)} words of the data set")
-    return torch.from_numpy(vectors)
-
-
-def _open(path, mode=None):
-    """The image in that mode; without one, the mode it asks for: L or RGB. UserError if it cannot be read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            if image.mode[0] in "IF":
-                raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
-            if mode is None:
-                return "L" if image.mode in ("1", "L") else "RGB"
-            return image.convert(mode)
-    except UserError:
-        raise
-    except Exception as e:  # Pillow raises many kinds for a damaged file
-        raise UserError(f"{path}: not a readable image ({e})") from None
-
-
-def _decode(paths, image_size, centre=False):
-    from PIL import Image
-
-    def open_(path):
-        image = _open(path, mode)
-        if centre:
-            return _centre(image, image_size)
-        return (
-            image.resize((image_size, image_size), Image.Resampling.BILINEAR)
-            if image_size
-            else image
-        )
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        mode = "RGB" if centre or "RGB" in pool.map(_open, paths) else "L"
-    first = open_(paths[0])
-    shape = (len(mode), first.height, first.width)
-
-    def pixels(path):
-        image = open_(path)
-        if (image.height, image.width) != shape[1:]:
-            raise UserError(
-                f"{path}: {image.width}x{image.height} pixels where {paths[0]} has {shape[2]}x{shape[1]}; "
-                "--image-size makes them all one size"
-            )
-        return np.asarray(image).reshape(shape[1], shape[2], shape[0]).transpose(2, 0, 1)
-
-    x = np.empty((len(paths), *shape), np.uint8)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        decoded = pool.map(pixels, paths)
-        for i, image in enumerate(
-            tqdm(decoded, "decoding images", len(paths), leave=False, disable=None)
-        ):
-            x[i] = image
-    return torch.from_numpy(x)
-
-
-CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-GLYPHS = (20_000, 4_000)  # training and test images
-
-
-@functools.lru_cache(1)
-def _glyphs(sizes, seed):
-    from PIL import Image, ImageDraw, ImageFont
-
-    font, side = ImageFont.load_default(size=44), 64
-    stencils = np.zeros((62, 1, side, side), np.float32)
-    for i, character in enumerate(CHARACTERS):
-        image = Image.new("L", (side, side))
-        ImageDraw.Draw(image).text((side / 2, side / 2), character, 255, font, anchor="mm")
-        stencils[i, 0] = np.asarray(image) / 255
-    stencils = torch.from_numpy(stencils)
-    bold = F.max_pool2d(stencils, 3, 1, 1)
-    n, writers = sum(sizes), max(2, sum(sizes) // 120)
-    rng = keyed("glyphs", seed)
-    y, writer = rng.integers(62, size=n), rng.integers(writers, size=n)
-
-    def style(
-        spread_writers, spread_images
-    ):  # a writer's habit, and how closely each image follows it
-        return (
-            rng.normal(0, spread_writers, writers)[writer] + rng.normal(0, spread_images, n)
-        ).astype(np.float32)
-
-    slant, turn, weight = style(0.25, 0.08), style(0.12, 0.08), style(0.4, 0.1) + 0.5
-    grow, stretch, right, down = (
-        1.1 + style(0.12, 0.06),
-        1 + style(0.10, 0.05),
-        style(0.03, 0.06),
-        style(0.03, 0.06),
-    )
-    ink, paper = (rng.uniform(0, 0.35, (writers, 3)), rng.uniform(0.6, 1, (writers, 3)))
-    ink, paper = (
-        torch.from_numpy((c[writer] + rng.normal(0, 0.05, (n, 3))).astype(np.float32))
-        for c in (ink, paper)
-    )
-    # the affine map from where a pixel is to where the stencil has it: rotation x shear x scale, and a shift
-    a, b = np.cos(turn) / grow, np.sin(turn) / grow
-    theta = np.stack([a, b + slant * a, right, -b * stretch, (a - slant * b) * stretch, down], 1)
-    theta = torch.from_numpy(theta).view(n, 2, 3)
-    y, weight = torch.from_numpy(y), torch.from_numpy(weight).clamp(0, 1).view(n, 1, 1, 1)
-    images = []
-    for i in torch.arange(n).split(2000):
-        stroke = torch.lerp(stencils[y[i]], bold[y[i]], weight[i])
-        mask = F.grid_sample(
-            stroke,
-            F.affine_grid(theta[i], (len(i), 1, 32, 32), align_corners=False),
-            align_corners=False,
-        )
-        image = torch.lerp(paper[i][:, :, None, None], ink[i][:, :, None, None], mask)
-        image += torch.from_numpy(rng.standard_normal(image.shape, np.float32)) * 0.08
-        images.append((image.clamp(0, 1) * 255).round().byte())
-    x, x_test = torch.cat(images).split(sizes)
-    y, y_test = y.split(sizes)
-    writers, writers_test = np.split(writer, sizes[:1])
-    return Data(
-        x.clone(), y, x_test.clone(), y_test, 62, writers=writers, writers_test=writers_test
-    )
-
-
-def glyphs(train=None, test=None, seed=0):
-    """The 62 characters 0-9 A-Z a-z as 32x32 RGB images, drawn with Pillow's own font: each by a writer with a slant, size,
-    stroke and colours of his own (about 100 training images a writer). Deterministic by seed."""
-    return _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
-
-
-PAD = 4  # of crop, at 32x32 pixels and at Tiny-ImageNet's 64x64 alike (FedMLB's code)
-
-
-def resolve_augment(args):
-    """The augmentations in force: a dict of crop, flip -> True and rotate -> degrees; seed -> True where files are augmented
-    when they are decoded."""
-    if args.dataset == "imagenet-200":
-        return {"seed": True} if args.augment == "auto" else {}
-    plain = args.dataset in (
-        "mnist",
-        "emnist",
-        "femnist",
-        "glyphs",
-        "sent140",
-    )  # a mirrored character is another one
-    auto = "" if plain else "crop,flip"
-    names = {"auto": auto, "none": ""}.get(args.augment, args.augment).split(",")
-    return {
-        name.rstrip("0123456789"): int(name[6:]) if name.startswith("rotate") else True
-        for name in names
-        if name
-    }
-
-
-def draw_augment(augment, rng, shape, size):
-    """The random numbers of an augmentation, one entry an image: {name: array of the given shape}; size in pixels."""
-    draws = {}
-    if "seed" in augment:
-        draws["seed"] = rng.integers(2**62, size=shape)
-    if "rotate" in augment:
-        draws["rotate"] = rng.uniform(-augment["rotate"], augment["rotate"], shape).astype(
-            np.float32
-        )
-    if "crop" in augment:
-        draws["crop"] = rng.integers(2 * PAD + 1, size=(*shape, 2))
-    if "flip" in augment:
-        draws["flip"] = rng.random(shape) < 0.5
-    return draws
-
-
-def apply_augment(x, draws):
-    """x (batch, channels, size, size) uint8, rotated, cropped and flipped in that order, each image by its own draws.
-    As torchvision's RandomRotation, RandomCrop(padding=4) and RandomHorizontalFlip on each image."""
-    if not draws:
-        return x
-    b, c, size, _ = x.shape
-    if "rotate" in draws:
-        turn = draws["rotate"] * (math.pi / 180)
-        cos, sin, zero = turn.cos(), turn.sin(), torch.zeros_like(turn)
-        theta = torch.stack([cos, -sin, zero, sin, cos, zero], 1).view(b, 2, 3)
-        x = F.grid_sample(
-            x.float(),
-            F.affine_grid(theta, x.shape, align_corners=False),
-            "nearest",
-            align_corners=False,
-        ).byte()
-    if "crop" in draws:
-        steps = torch.arange(size, device=x.device)
-        rows = draws["crop"][:, 0, None] + steps  # (batch, size)
-        columns = draws["crop"][:, 1, None] + steps
-        at = (rows[:, :, None] * (size + 2 * PAD) + columns[:, None, :]).view(b, 1, -1)
-        x = F.pad(x, (PAD,) * 4).flatten(2).gather(2, at.expand(b, c, -1)).view(b, c, size, size)
-    if "flip" in draws:
-        x = torch.where(draws["flip"].view(b, 1, 1, 1), x.flip(3), x)
-    return x
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Partition: functions of the labels; each returns one int64 index array a client
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _group(owner, clients, rng):
-    """Sample indices by owner, each client's in random order."""
-    order = rng.permutation(len(owner))
-    order = order[np.argsort(owner[order], kind="stable")]
-    return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
-
-
-def dirichlet_partition(labels, clients, alpha, seed, min_size=10):
-    """Label skew with unequal sizes: each class is cut among the clients in proportions p ~ Dir(alpha), where clients that
-    already hold n / clients samples get nothing more; drawn anew until every client has min_size samples
-    (FedAlign sec. 3.2, MOON, FedMLB; the balancing rule is in their code). UserError when 1000 draws do not get there."""
-    labels = np.asarray(labels)
-    n, rng = len(labels), keyed("dirichlet", seed)
-    counts = np.bincount(labels)
-    advice = f"use fewer --clients, a larger --alpha{'' if min_size <= 1 else f' or a smaller minimum than {min_size}'}"
-    if clients * min_size > n:
-        raise UserError(f"{n} samples cannot give {clients} clients {min_size} each; {advice}")
-    for _ in range(1000):
-        sizes = np.zeros(clients, np.int64)
-        cuts = []
-        for count in counts:
-            p = rng.dirichlet(np.full(clients, alpha)) * (sizes < n / clients)
-            if not p.sum() > 0:  # all of the mass fell on full clients: share among the others
-                p = (sizes < n / clients).astype(float)
-            ends = np.floor(np.cumsum(p / p.sum()) * count).astype(np.int64)
-            ends[-1] = count
-            cuts.append(np.diff(ends, prepend=0))
-            sizes += cuts[-1]
-        if sizes.min() >= min_size:
-            break
-    else:
-        raise UserError(
-            f"none of 1000 draws from Dirichlet({alpha}) gave {clients} clients {min_size} samples each; {advice}"
-        )
-    owner = np.empty(n, np.int64)
-    for label, cut in enumerate(cuts):
-        owner[rng.permutation(np.flatnonzero(labels == label))] = np.repeat(np.arange(clients), cut)
-    return _group(owner, clients, rng)
-
-
-def balanced_dirichlet_partition(labels, clients, alpha, seed):
-    """Label skew with equal sizes (FedMLB's): each client in turn draws p ~ Dir(alpha) over classes, then n / clients of the
-    samples that are left, without replacement, sample i with weight p[label_i]. The first n mod clients get one more.
-
-    Drawing m of weighted items without replacement is keeping the m smallest of independent Exp(weight) keys, and the
-    order statistics of the r equal-weight keys of one class are running sums of Exp(1) / (weight (r - j)), j = 0, 1, ..."""
-    labels = np.asarray(labels)
-    n, rng = len(labels), keyed("dirichlet-balanced", seed)
-    if clients > n:
-        raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
-    stock = [rng.permutation(np.flatnonzero(labels == label)) for label in range(labels.max() + 1)]
-    left = np.array([len(s) for s in stock])
-    parts = []
-    for client in range(clients):
-        m = n // clients + (client < n % clients)
-        p = np.maximum(rng.dirichlet(np.full(len(stock), alpha)), 1e-30)
-        rate = p[:, None] * (
-            left[:, None] - np.arange(min(m, left.max()))
-        )  # (classes, m); not positive: no such item
-        gaps = rng.standard_exponential(rate.shape) / np.maximum(rate, 1e-300)
-        keys = np.where(rate > 0, np.cumsum(gaps, 1), np.inf).ravel()
-        taken = np.bincount(np.argpartition(keys, m - 1)[:m] // rate.shape[1], minlength=len(stock))
-        parts.append(
-            rng.permutation(np.concatenate([s[r - t : r] for s, r, t in zip(stock, left, taken)]))
-        )
-        left = left - taken
-    return parts
-
-
-def iid_partition(labels, clients, seed):
-    """Random parts of equal size, give or take one."""
-    return np.array_split(keyed("iid", seed).permutation(len(labels)), clients)
-
-
-def similarity_partition(labels, clients, similarity, seed):
-    """rFedAvg's split (ICDE 2023, sec. VI-A): similarity percent of the samples dealt at random, the rest sorted by label and
-    cut into consecutive chunks, one a client; remainders are spread, not dropped."""
-    labels, rng = np.asarray(labels), keyed("similarity", seed)
-    order = rng.permutation(len(labels))
-    shared, rest = np.split(order, [round(similarity / 100 * len(labels))])
-    rest = rest[np.argsort(labels[rest], kind="stable")]
-    # array_split's larger chunks come first; those of the sorted part go to the last clients, so that sizes stay even
-    chunks = zip(np.array_split(shared, clients), np.array_split(rest[::-1], clients)[::-1])
-    return [rng.permutation(np.concatenate(pair)) for pair in chunks]
-
-
-def natural_groups(writers, clients, seed, users=None):
-    """The writers of each client: of users writers (without it, clients) chosen at random, even shares in random order."""
-    names, users = np.unique(writers), users or clients
-    if users > len(names):
-        raise UserError(
-            f"--{'users' if users > clients else 'clients'} {users}: the data set has {len(names)} writers"
-        )
-    return np.array_split(keyed("natural", seed).choice(names, users, replace=False), clients)
-
-
-def _samples_of(groups, writers):
-    """The indices of each group's samples, in order."""
-    names, group = (
-        np.concatenate(groups),
-        np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
-    )
-    order = np.argsort(names)
-    at = order[np.searchsorted(names, writers, sorter=order).clip(max=len(names) - 1)]
-    return _by_owner(np.where(names[at] == writers, group[at], len(groups)), len(groups))
-
-
-def _by_owner(owner, clients):
-    """Sample indices by owner, in order; those whose owner is the number of clients are nobody's."""
-    ends = np.cumsum(np.bincount(owner, minlength=clients + 1))
-    return np.split(np.argsort(owner, kind="stable"), ends[:-1])[:-1]
-
-
-def natural_partition(writers, clients, seed, users=None):
-    """One client a writer, for clients writers chosen at random; or users writers, grouped into clients. The other writers'
-    samples are left out."""
-    return _samples_of(natural_groups(writers, clients, seed, users), writers)
-
-
-def natural_iid_partition(writers, clients, seed, users=None):
-    """The samples of the writers of natural_partition, dealt at random: rFedAvg's IID rows of FEMNIST and Sent140."""
-    samples = np.sort(np.concatenate(natural_partition(writers, clients, seed, users)))
-    return [samples[part] for part in iid_partition(samples, clients, seed)]
-
-
-def file_partition(path, samples, clients):
-    """A split read from a file: {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal (FedMLB's
-    client_data). Every sample must belong to exactly one client."""
-
-    def wrong(message):
-        return UserError(f"--split-file {path}: {message}")
-
-    try:
-        text = pathlib.Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise wrong(f"cannot be read ({e})") from None
-    try:
-        split = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            split = ast.literal_eval(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            raise wrong("neither JSON nor a Python literal") from None
-    if isinstance(split, dict):
-        if not all(str(k).isdecimal() for k in split):
-            raise wrong("must name its clients by numbers")
-        split = [split[k] for k in sorted(split, key=int)]
-    parts = list(split) if isinstance(split, (list, tuple)) else None
-    if parts is None or not all(isinstance(part, (list, tuple, set)) for part in parts):
-        raise wrong("must map each client to a list of indices")
-    if len(parts) != clients:
-        raise wrong(f"has {len(parts)} clients, not {clients}; pass --clients {len(parts)}")
-    owner = np.full(samples, -1)
-    for k, part in enumerate(parts):
-        part = parts[k] = list(part)
-        if not all(type(i) is int and 0 <= i < samples for i in part):
-            raise wrong(f"client {k} has an index that is not an integer from 0 to {samples - 1}")
-        if len(set(part)) < len(part) or (owner[part] >= 0).any():
-            raise wrong(f"client {k} has an index that was given before")
-        owner[part] = k
-    if (owner < 0).any():
-        raise wrong(
-            f"leaves out {(owner < 0).sum()} of {samples} samples, the first of them {owner.argmin()}"
-        )
-    return [np.array(part, np.int64) for part in parts]
-
-
-def partition(data, args):
-    """The clients' training indices as args say: a list of int64 arrays."""
-    labels, seed = data.y.numpy(), args.data_seed
-    if args.partition == "dirichlet":
-        parts = dirichlet_partition(labels, args.clients, args.alpha, seed)
-    elif args.partition == "dirichlet-balanced":
-        parts = balanced_dirichlet_partition(labels, args.clients, args.alpha, seed)
-    elif args.partition == "iid":
-        parts = iid_partition(labels, args.clients, seed)
-    elif args.partition == "similarity":
-        parts = similarity_partition(labels, args.clients, args.similarity, seed)
-    elif args.partition == "file":
-        parts = file_partition(args.split_file, len(labels), args.clients)
-    elif data.writers is None:
-        raise UserError(
-            f"--partition {args.partition}: --dataset {args.dataset} does not say who made each sample; "
-            "femnist, sent140 and glyphs do"
-        )
-    else:
-        by_writer = natural_partition if args.partition == "natural" else natural_iid_partition
-        parts = by_writer(data.writers, args.clients, seed, args.users)
-    for k, part in enumerate(parts):
-        if len(part) == 0:
-            raise UserError(
-                f"--partition {args.partition}: client {k} of {args.clients} gets no sample; use fewer --clients"
-            )
-    return parts
-
-
-def test_partition(data, parts, args):
-    """The clients' test indices: with --partition natural the test samples of their writers, else of each class the same
-    share as of its training samples, drawn at random. A client may have none."""
-    if args.partition == "natural":
-        tests = _samples_of(
-            natural_groups(data.writers, args.clients, args.data_seed, args.users),
-            data.writers_test,
-        )
-    else:
-        counts, labels = label_counts(data, parts), data.y_test.numpy()
-        owner, rng = np.full(len(labels), len(parts)), keyed("client-test", args.data_seed)
-        for label, held in enumerate(counts.T):
-            if held.any():  # else the class is nobody's
-                at = rng.permutation(np.flatnonzero(labels == label))
-                ends = np.round(held.cumsum() / held.sum() * len(at)).astype(np.int64)
-                owner[at] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
-        tests = _by_owner(owner, len(parts))
-    if not any(map(len, tests)):
-        raise UserError("--client-test: no test sample is of a class that a client has")
-    return tests
-
-
-def label_counts(data, parts):
-    """Training samples of each client and class, (clients, classes)."""
-    return np.stack([np.bincount(data.y.numpy()[part], minlength=data.classes) for part in parts])
-
-
-def describe(args, plot=None):
-    """Print how --partition deals the training samples, one line a client; plot: a file for a picture of the label
-    distribution as FedCKA's Fig. 4."""
-    if plot:
-        _check_plot(pathlib.Path(plot))
-    data = load_data(args)
-    parts = partition(data, args)
-    tests = test_partition(data, parts, args) if args.client_test else None
-    counts = label_counts(data, parts)
-    sizes, held = counts.sum(1), (counts > 0).sum(1)
-    shape = (
-        f"up to {data.x.shape[1]} words"
-        if data.words is not None
-        else "x".join(map(str, data.x.shape[1:]))
-    )
-    print(
-        f"{args.dataset}: {len(data.y):,} training and {len(data.y_test):,} test samples ({shape}) of {data.classes} classes"
-    )
-    print(
-        f"{args.partition}: {len(parts)} clients with {sizes.sum():,} training samples, {sizes.min():,} to {sizes.max():,} "
-        f"each (mean {sizes.mean():,.1f}, deviation {sizes.std():,.1f}), of {held.min()} to {held.max()} classes"
-    )
-    print(
-        f"{'client':>6} {'samples':>8} {'classes':>8} {'largest':>8}"
-        + f" {'test':>8}" * args.client_test
-    )
-    for k, (size, classes, largest) in enumerate(zip(sizes, held, counts.max(1))):
-        test = f" {len(tests[k]):8,}" if tests else ""
-        print(
-            f"{k:6} {size:8,} {classes:8} {largest / size:8.0%}{test}  {'#' * max(1, round(50 * size / sizes.max()))}"
-        )
-    if plot:
-        _plot_labels(counts, plot)
-
-
-def _check_plot(path):
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError("--plot: needs matplotlib (pip install matplotlib)") from None
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.exists() or not path.parent.is_dir():
-        raise UserError(
-            f"--plot {path}: "
-            + ("exists already" if path.exists() else f"there is no folder {path.parent}")
-        )
-    if path.suffix[1:] not in known:
-        raise UserError(f"--plot {path}: must end in one of {', '.join(sorted(known))}")
-
-
-def _plot_labels(counts, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(
-        (
-            max(4.0, min(16.0, 1.5 + 0.25 * len(counts))),
-            max(3.0, min(8.0, 1 + 0.25 * counts.shape[1])),
-        ),
-        layout="constrained",
-    )
-    axes, picture = figure.add_subplot(), io.BytesIO()
-    image = axes.imshow(
-        counts.T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest"
-    )
-    axes.set(xlabel="client", ylabel="class")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, label="training samples")
-    figure.savefig(picture, format=pathlib.Path(path).suffix[1:], dpi=150)
-    _write(path, picture.getvalue())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Networks: each an nn.Sequential of its blocks; net[:-1](x) are the features, net[-1](z) the logits
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Classifier(nn.Linear):
-    """The last layer: keeps all its outputs in every sub-network."""
-
-
-class Residual(nn.Module):
-    """relu(branch(x) + shortcut(x))."""
-
-    def __init__(self, branch, shortcut):
-        super().__init__()
-        self.branch, self.shortcut = branch, shortcut
-
-    def forward(self, x):
-        return F.relu(self.branch(x) + self.shortcut(x))
-
-
-class Bypass(nn.Module):
-    """branch(x) + x."""
-
-    def __init__(self, branch):
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x):
-        return self.branch(x) + x
-
-
-class Concat(nn.ModuleList):
-    """The channels of all modules' outputs."""
-
-    def forward(self, x):
-        return torch.cat([module(x) for module in self], 1)
-
-
-class Head(nn.Sequential):
-    """A block with parameters behind which FedMLB's authors do not branch: between the last branch point and the classifier."""
-
-
-def _conv(inputs, outputs, size, stride=1):
-    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
-
-
-def _bottleneck(inputs, planes, stride, norm):
-    branch = nn.Sequential(
-        _conv(inputs, planes, 1),
-        norm(planes),
-        nn.ReLU(),
-        _conv(planes, planes, 3, stride),
-        norm(planes),
-        nn.ReLU(),
-        _conv(planes, 4 * planes, 1),
-        norm(4 * planes),
-    )
-    return branch, 4 * planes
-
-
-def _basic(inputs, planes, stride, norm):
-    branch = nn.Sequential(
-        _conv(inputs, planes, 3, stride),
-        norm(planes),
-        nn.ReLU(),
-        _conv(planes, planes, 3),
-        norm(planes),
-    )
-    return branch, planes
-
-
-def _pool():
-    """The block of global average pooling."""
-    return "pool", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def _resnet(stem, block, depths, planes, norm=nn.BatchNorm2d):
-    """The blocks of a residual network and the width of its features: stem, stages, global average pooling."""
-    blocks, width = [("stem", stem)], stem[0].out_channels
-    for i, depth in enumerate(depths):
-        stage = []
-        for j in range(depth):
-            stride = 2 if i and not j else 1
-            branch, outputs = block(width, planes * 2**i, stride, norm)
-            shortcut = nn.Identity()
-            if stride != 1 or width != outputs:
-                shortcut = nn.Sequential(_conv(width, outputs, 1, stride), norm(outputs))
-            stage.append(Residual(branch, shortcut))
-            width = outputs
-        blocks.append((f"stage{i + 1}", nn.Sequential(*stage)))
-    return [*blocks, _pool()], width
-
-
-def _he(blocks, width):
-    for module in nn.Sequential(OrderedDict(blocks)).modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return blocks, width
-
-
-def _stem(channels, width, norm=nn.BatchNorm2d):
-    return nn.Sequential(_conv(channels, width, 3), norm(width), nn.ReLU())
-
-
-def resnet56(channels, size):
-    """FedML's bottleneck ResNet56, FedAlign's network for CIFAR; not the ResNet-56 of He et al."""
-    return _he(*_resnet(_stem(channels, 16), _bottleneck, (6, 6, 6), 16))
-
-
-def resnet18(channels, size):
-    """ResNet-18 with the ImageNet stem (FedAlign, ImageNet-200)."""
-    stem = nn.Sequential(
-        _conv(channels, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-    )
-    return _he(*_resnet(stem, _basic, (2, 2, 2, 2), 64))
-
-
-def resnet18_gn(channels, size):
-    """ResNet-18 with a 3x3 stem and GroupNorm of two groups (FedMLB)."""
-    norm = functools.partial(nn.GroupNorm, 2)
-    return _resnet(_stem(channels, 64, norm), _basic, (2, 2, 2, 2), 64, norm)
-
-
-def resnet50(channels, size):
-    """ResNet-50 with a 3x3 stem (MOON, FedCKA)."""
-    return _he(*_resnet(_stem(channels, 64), _bottleneck, (3, 4, 6, 3), 64))
-
-
-def _plain(channels, size, widths, kernel, padding, hidden):
-    """Convolutions, each after the pooling of the one before, so that a block's output is post-ReLU and pre-pooling; then
-    fully connected layers, the last of them without ReLU when there are several."""
-    blocks = []
-    for i, width in enumerate(widths):
-        pool = [nn.MaxPool2d(2)] if i else []
-        blocks.append(
-            (
-                f"conv{i + 1}",
-                nn.Sequential(
-                    *pool, nn.Conv2d(channels, width, kernel, padding=padding), nn.ReLU()
-                ),
-            )
-        )
-        channels, size = width, (size if i == 0 else size // 2) + 2 * padding - kernel + 1
-        if size < 2:
-            raise UserError("--image-size: too small for this --model")
-    features, flat = channels * (size // 2) ** 2, [nn.MaxPool2d(2), nn.Flatten()]
-    for i, width in enumerate(hidden):
-        relu = [nn.ReLU()] if i == 0 or i < len(hidden) - 1 else []
-        blocks.append(
-            (
-                f"fc{i + 1}",
-                nn.Sequential(*(flat if i == 0 else []), nn.Linear(features, width), *relu),
-            )
-        )
-        features = width
-    return blocks, features
-
-
-def cnn(channels, size):
-    """FedCKA's seven-layer CNN; its last hidden layers are a projection head."""
-    return _plain(channels, size, (16, 32), 5, 0, (120, 84, 84, 256))
-
-
-def cnn_moon(channels, size):
-    """MOON's simple CNN; its last hidden layers are a projection head."""
-    return _plain(channels, size, (6, 16), 5, 0, (120, 84, 84, 256))
-
-
-def cnn_mcmahan(channels, size):
-    """The CNN of McMahan et al. (AISTATS 2017), rFedAvg's for images."""
-    return _plain(channels, size, (32, 64), 5, 2, (512,))
-
-
-def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
-    """Convolution with bias, GroupNorm of two groups and activation: of the small networks of FedMLB's authors, whose exact
-    shapes are those of their later repository (FedACG)."""
-    layers = [
-        nn.Conv2d(inputs, outputs, size, padding=options.pop("padding", size // 2), **options),
-        nn.GroupNorm(2, outputs),
-    ]
-    return [*layers, activation()] if activation else layers
-
-
-def vgg9(channels, size):
-    """VGG-9 with GroupNorm."""
-    blocks, widths = [], (channels, 32, 64, 128, 128, 256, 256)
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:]), 1):
-        blocks.append(
-            (
-                f"conv{i}",
-                nn.Sequential(*[nn.MaxPool2d(2)] * (i in (3, 5)), *_layer(inputs, outputs, 3)),
-            )
-        )
-        nn.init.zeros_(blocks[-1][1][-3].bias)
-    head = Head(
-        nn.MaxPool2d(2),
-        nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(4096, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-    )
-    return _he([*blocks, ("head", head)], 512)
-
-
-def mobilenet(channels, size):
-    """MobileNetV2 with GroupNorm, for 32x32 images: a 1x1 stem, strides of 2 in stages 2, 3 and 4."""
-
-    def unit(inputs, outputs, stride, expansion):
-        width = inputs * expansion
-        branch = nn.Sequential(
-            *_layer(inputs, width, 1, nn.ReLU6),
-            *_layer(width, width, 3, nn.ReLU6, stride=stride, groups=width),
-            *_layer(width, outputs, 1, None),
-        )
-        return Bypass(branch) if stride == 1 and inputs == outputs else branch
-
-    def stage(repeats, inputs, outputs, stride, expansion=6):
-        first = unit(inputs, outputs, stride, expansion)
-        return nn.Sequential(
-            first, *(unit(outputs, outputs, 1, expansion) for _ in range(repeats - 1))
-        )
-
-    blocks = [
-        ("stem", nn.Sequential(*_layer(channels, 32, 1, nn.ReLU6, padding=1))),
-        ("stage1", stage(1, 32, 16, 1, 1)),
-        ("stage2", stage(2, 16, 24, 2)),
-        ("stage3", stage(3, 24, 32, 2)),
-        ("stage4", stage(4, 32, 64, 2)),
-        ("stage5", stage(3, 64, 96, 1)),
-        ("stage6", stage(3, 96, 160, 1)),
-        ("head", Head(*stage(1, 160, 320, 1), *_layer(320, 1280, 1, nn.ReLU6))),
-    ]
-    return [*blocks, _pool()], 1280
-
-
-def shufflenet(channels, size):
-    """ShuffleNet (version 1) of three groups, with GroupNorm."""
-
-    def unit(inputs, outputs):  # the first of a stage is wider and halves the resolution
-        first, middle = inputs != outputs, outputs // 4
-        branch = nn.Sequential(
-            *_layer(inputs, middle, 1, groups=3),
-            nn.ChannelShuffle(3),
-            *_layer(middle, middle, 3, None, stride=1 + first, groups=middle),
-            *_layer(middle, outputs - inputs * first, 1, None, groups=3),
-        )
-        return (
-            nn.Sequential(Concat([nn.AvgPool2d(3, 2, 1), branch]), nn.ReLU())
-            if first
-            else Residual(branch, nn.Identity())
-        )
-
-    blocks, widths = [("stem", nn.Sequential(*_layer(channels, 24, 3)))], (24, 240, 480, 960)
-    for i, (depth, inputs, outputs) in enumerate(zip((4, 8, 4), widths, widths[1:]), 2):
-        blocks.append(
-            (
-                f"stage{i}",
-                nn.Sequential(
-                    unit(inputs, outputs), *(unit(outputs, outputs) for _ in range(depth - 1))
-                ),
-            )
-        )
-    return [*blocks, _pool()], 960
-
-
-def squeezenet(channels, size):
-    """SqueezeNet with GroupNorm and bypasses around every other fire module. Its last 1x1 convolution, averaged over all
-    positions, is the classifier on averaged features."""
-
-    def fire(inputs, squeeze, outputs):
-        expand = Concat([nn.Sequential(*_layer(squeeze, outputs // 2, k)) for k in (1, 3)])
-        module = nn.Sequential(*_layer(inputs, squeeze, 1), expand)
-        return Bypass(module) if inputs == outputs and outputs < 512 else module
-
-    blocks, inputs = [("stem", nn.Sequential(*_layer(channels, 96, 3), nn.MaxPool2d(2)))], 96
-    for i, (squeeze, outputs) in enumerate(
-        [(s, 8 * s) for s in (16, 32, 48, 64) for _ in range(2)], 2
-    ):
-        module = fire(inputs, squeeze, outputs)
-        blocks.append(
-            (f"fire{i}", nn.Sequential(module, nn.MaxPool2d(2)) if i in (4, 8) else module)
-        )
-        inputs = outputs
-    return [*blocks[:-1], ("fire9", Head(*blocks[-1][1])), _pool()], 512
-
-
-class Embedding(nn.Module):
-    """(batch, steps) numbers of words -> (batch, steps, width + 1): their vectors, which are not trained, and in the last
-    channel 1 for a word, 0 for padding (number 0)."""
-
-    def __init__(self, words, width):
-        super().__init__()
-        self.register_buffer("vectors", torch.zeros(words, width))
-
-    def forward(self, x):
-        if x.is_floating_point():
-            raise UserError(
-                "--model lstm reads words, which a method cannot mix or resize as it does images"
-            )
-        return torch.cat(
-            [F.embedding(x.int(), self.vectors), (x != 0).unsqueeze(2).to(self.vectors)], 2
-        )
-
-
-class Recurrent(nn.Module):
-    """An LSTM layer that hands on the last channel of its input, which marks padding, and is 0 there; with last its output at
-    the last word alone, (batch, width)."""
-
-    def __init__(self, inputs, width, last):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(inputs, width, batch_first=True), last
-
-    def train(self, mode=True):
-        return (
-            super().train()
-        )  # in both modes the same, but cuDNN has no backward pass in the other
-
-    def forward(self, x):
-        word = x[:, :, -1:]  # (batch, steps, 1)
-        h = self.lstm(x[:, :, :-1])[0] * word
-        if not self.last:
-            return torch.cat([h, word], 2)
-        at = (word.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (batch, 1, 1)
-        return h.gather(1, at.expand(-1, -1, h.shape[2])).squeeze(1)
-
-
-def lstm(words, width):
-    """The two-layer LSTM of rFedAvg for text, on the vectors, width wide, of so many words."""
-    return [
-        ("lstm1", nn.Sequential(Embedding(words, width), Recurrent(width, 256, last=False))),
-        ("lstm2", Recurrent(256, 256, last=True)),
-    ], 256
-
-
-NETS = {
-    "resnet56": resnet56,
-    "resnet18": resnet18,
-    "resnet18-gn": resnet18_gn,
-    "resnet50": resnet50,
-    "cnn": cnn,
-    "cnn-moon": cnn_moon,
-    "cnn-mcmahan": cnn_mcmahan,
-    "vgg9": vgg9,
-    "mobilenet": mobilenet,
-    "shufflenet": shufflenet,
-    "squeezenet": squeezenet,
-    "lstm": lstm,
-}
-
-
-def build_net(name, classes, channels=3, size=32, projection=0):
-    """The network called name as an nn.Sequential of its blocks, the last of them the classifier. channels, size: of images;
-    of text the number of words and the width of their vectors, which are zero. projection: width of the output of a two-layer
-    head before the classifier (MOON), 0 for none."""
-    blocks, features = NETS[name](channels, size)
-    if projection:
-        blocks.append(
-            (
-                "projection",
-                nn.Sequential(
-                    nn.Linear(features, features), nn.ReLU(), nn.Linear(features, projection)
-                ),
-            )
-        )
-        features = projection
-    return nn.Sequential(OrderedDict([*blocks, ("classifier", Classifier(features, classes))]))
-
-
-def net_for(data, args):
-    """The network that args name for data, with the vectors of its words."""
-    if data.words is None:
-        return build_net(
-            args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection
-        )
-    vectors = word_vectors(args.vectors, data.words, args.data_seed)
-    net = build_net("lstm", data.classes, *vectors.shape, args.projection)
-    net[0][0].vectors.copy_(vectors)
-    return net
-
-
-def has_batch_norm(net):
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
-
-
-def make_divisible(channels, width):
-    """Channels of a layer at a fraction of its width: a multiple of 8, not under 90% of the exact value, at most all."""
-    if width >= 1:
-        return channels
-    exact = channels * width
-    new = max(8, int(exact + 4) // 8 * 8)
-    return min(channels, new + 8 if new < 0.9 * exact else new)
-
-
-def at_width(module, x, width):
-    """module(x) by the narrow sub-network that uses the leading make_divisible(c, width) of every layer's c channels; x has
-    as many as the sub-network takes. Batch norm uses batch statistics and leaves the running ones alone. Gradients reach
-    the leading slices of the weights. At width 1 and in training mode the result equals module(x) bit for bit."""
-    tensors, previous = {}, None
-    for name, layer in module.named_modules():
-        prefix = name + "." if name else ""
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            if getattr(layer, "groups", 1) != 1 and width < 1:
-                raise UserError(
-                    "a sub-network of grouped convolutions is not defined; use another --model"
-                )
-            outputs, inputs = layer.weight.shape[:2]
-            # a linear layer behind flattened maps has several inputs a channel
-            positions = inputs // previous if isinstance(layer, nn.Linear) and previous else 1
-            previous = outputs
-            outputs = outputs if isinstance(layer, Classifier) else make_divisible(outputs, width)
-            tensors[prefix + "weight"] = layer.weight[
-                :outputs, : make_divisible(inputs // positions, width) * positions
-            ]
-            if layer.bias is not None:
-                tensors[prefix + "bias"] = layer.bias[:outputs]
-        elif isinstance(layer, (nn.BatchNorm2d, nn.GroupNorm)):
-            channels = make_divisible(layer.weight.shape[0], width)
-            tensors[prefix + "weight"], tensors[prefix + "bias"] = (
-                layer.weight[:channels],
-                layer.bias[:channels],
-            )
-            tensors |= {prefix + buffer: None for buffer, _ in layer.named_buffers(recurse=False)}
-        elif width < 1 and (
-            isinstance(layer, Concat) or next(layer.parameters(recurse=False), None) is not None
-        ):
-            raise UserError(
-                f"a sub-network of {type(layer).__name__} is not defined; use another --model"
-            )
-    return torch.func.functional_call(module, tensors, (x,))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Engine: a worker trains one client after the other
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Client:
-    """What a method sees of a client: id, its training indices, and state, a dict of tensors (or lists and dicts of them)
-    that it keeps between rounds. len(client) is its number of samples."""
-
-    id: int
-    index: np.ndarray
-    state: dict
-    bytes_down: int = 0  # received and sent beside the model
-    bytes_up: int = 0
-
-    def __len__(self):
-        return len(self.index)
-
-    def upload(self, tree):
-        """As download, for what a second synchronisation sends."""
-        self.bytes_up += nbytes(tree)
-        return tree
-
-    def download(self, tree):
-        """tree (tensors, or lists and dicts of them), counted as received from the server beside the model."""
-        self.bytes_down += nbytes(tree)
-        return tree
-
-
-@dataclasses.dataclass
-class Upload:
-    """What a client sends: its state_dict, the message that local_update returned, and its weight alpha_k in the average."""
-
-    client: Client
-    weight: float
-    weights: dict
-    message: dict
-    loss: torch.Tensor  # mean over the samples it saw
-    finite: torch.Tensor  # whether all weights and the loss are
-    samples: int  # seen in training, repeats counted
-
-
-def tensors_in(tree):
-    """All tensors in nested dicts, lists and tuples."""
-    if torch.is_tensor(tree):
-        return [tree]
-    children = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
-    )
-    return [t for child in children for t in tensors_in(child)]
-
-
-def tree_map(f, tree):
-    """The same nest of dicts, lists and tuples with f applied to each tensor."""
-    if isinstance(tree, dict):
-        return {k: tree_map(f, v) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [tree_map(f, v) for v in tree]
-    return f(tree) if torch.is_tensor(tree) else tree
-
-
-def nbytes(tree):
-    return sum(t.numel() * t.element_size() for t in tensors_in(tree))
-
-
-def channels_last(x):
-    """x in that memory format if it is of images."""
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
-
-
-def _copied(net):
-    """A copy of net; the weights of its LSTM layers lie in one piece again, as cuDNN wants them."""
-    net = copy.deepcopy(net)
-    for module in net.modules():
-        if isinstance(module, nn.LSTM):
-            module.flatten_parameters()
-    return net
-
-
-def autocast(args, device):
-    """--precision bf16; no weight cache, which would go stale in a CUDA graph."""
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=args.precision == "bf16", cache_enabled=False
-    )
-
-
-def cast_blocks(net, args, device):
-    """Run each block of net under autocast and pass on fp32, so that losses and whatever else a method computes outside of
-    blocks, Gram matrices and power iterations say, are in fp32, forward and backward. Not to be copied afterwards."""
-
-    def wrapped(forward):
-        def cast(*inputs):
-            with autocast(args, device):
-                out = forward(*inputs)
-            return out.float()
-
-        return cast
-
-    if args.precision == "bf16":
-        for block in net:
-            block.forward = wrapped(block.forward)
-    return net
-
-
-def epoch_sizes(n, args, batch_norm):
-    """Sizes of the batches in which a client of n samples visits each of them once. A last batch of a single sample is
-    skipped where there is batch norm, which needs two; so is every short batch with --drop-last."""
-    full, rest = divmod(n, args.batch_size)
-    if args.drop_last or batch_norm and rest == 1:
-        rest = 0
-    return [args.batch_size] * full + [rest] * (rest > 0)
-
-
-def batch_sizes(n, args, batch_norm):
-    """Sizes of the batches on which a client of n samples trains in one round: --epochs epochs, or --local-steps batches."""
-    epoch = epoch_sizes(n, args, batch_norm)
-    if args.local_steps and epoch:
-        return (epoch * math.ceil(args.local_steps / len(epoch)))[: args.local_steps]
-    return epoch * args.epochs
-
-
-def learning_rate(args, round_):
-    """Of a round, counted from 1."""
-    return args.lr * args.lr_decay ** (round_ - 1)
-
-
-def optimizer(net, args):
-    """SGD or RMSprop whose state exists from the start and whose step clips the gradient norm first (--clip)."""
-    device = next(net.parameters()).device
-    cuda = device.type == "cuda"
-    lr = (
-        torch.tensor(args.lr, device=device) if cuda else args.lr
-    )  # a float would be baked into a CUDA graph
-    if args.optimizer == "rmsprop":
-        opt = torch.optim.RMSprop(
-            net.parameters(),
-            lr,
-            momentum=args.momentum,
-            weight_decay=args.weight_decay,
-            capturable=cuda,
-        )
-    else:
-        opt = torch.optim.SGD(
-            net.parameters(),
-            lr,
-            args.momentum,
-            weight_decay=args.weight_decay,
-            nesterov=args.nesterov and args.momentum > 0,
-            fused=True,
-        )
-    for p in net.parameters():
-        if args.optimizer == "rmsprop":
-            opt.state[p].update(step=torch.zeros((), device=device), square_avg=torch.zeros_like(p))
-        if args.momentum:
-            opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    if args.clip:
-
-        def clip(*_):
-            nn.utils.clip_grad_norm_(net.parameters(), args.clip, error_if_nonfinite=False)
-
-        opt.register_step_pre_hook(clip)
-    return opt
-
-
-class Worker:
-    """A seat at which clients train in turn: a network, an optimizer and all that a step reads, at fixed addresses."""
-
-    keep_first_step = (
-        False  # tests: on the CPU too, run the first client's closure for all later clients
-    )
-
-    def __init__(self, net, data, args, steps):
-        """net: the global network, copied; steps: the most that any client trains in a round."""
-        self.data, self.args, self.device, self.template = data, args, data.x.device, net
-        self.net = cast_blocks(_copied(net), args, self.device)
-        self.opt = optimizer(self.net, args)
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.augment, self.batch_norm = resolve_augment(args), has_batch_norm(net)
-        self.t = torch.zeros(
-            1, dtype=torch.long, device=self.device
-        )  # the step within the client's round
-        self.draws = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # summed over samples
-        # where images are decoded ahead, those of the current batch
-        self.images = data.x.new_zeros(args.batch_size, *data.x.shape[1:]) if data.paths else None
-        self.pins, self.nets, self.graphs, self.step, self.steps = {}, {}, {}, None, steps
-        # host-drawn random numbers of a client's round: one row a step, read through t
-        self.tables = {
-            name: torch.from_numpy(row).new_zeros(steps, *row.shape[1:], device=self.device)
-            for name, row in self._draw(np.zeros(1, np.int64), 1, keyed("shapes")).items()
-        }
-
-    # --- what a method may use
-
-    def pin(self, name, value):
-        """value (a tensor, a number, or a list of tensors) copied into storage of this name that stays where it is."""
-        if isinstance(value, (list, tuple)):
-            return [self.pin(f"{name}.{i}", v) for i, v in enumerate(value)]
-        value = torch.as_tensor(value, device=self.device).detach()
-        if name not in self.pins:
-            self.pins[name] = value.clone()
-        return self.pins[name].copy_(value)
-
-    def frozen(self, name, weights=None):
-        """A copy of the network in eval mode and without gradients, holding weights (a state_dict), by default those that
-        worker.net holds now."""
-        if name not in self.nets:
-            frozen = _copied(self.template).eval().requires_grad_(False)
-            self.nets[name] = cast_blocks(frozen, self.args, self.device)
-        _load(self.nets[name], self.net.state_dict() if weights is None else weights)
-        return self.nets[name]
-
-    def keyed(self, name):
-        """A numpy Generator of this client's round for the method's own draws; each name has its own stream."""
-        return keyed(name, *self.key)
-
-    def draw(self, name, f):
-        """Random numbers of the client's round: f(rng, steps) returns an array with one row a step, row(name) is the current
-        one. The stream of each name is its own, so methods share clients, batches and augmentation."""
-        rows = torch.from_numpy(np.ascontiguousarray(f(self.keyed(name), max(1, len(self.sizes)))))
-        if name not in self.draws:
-            self.draws[name] = rows.new_zeros(self.steps, *rows.shape[1:], device=self.device)
-        self._fill(self.draws[name], rows)
-
-    def row(self, name):
-        return self.draws[name].index_select(0, self.t)[0]
-
-    @torch.no_grad()
-    def batches(self, client):
-        """(x, y) over all samples of the client in order, not augmented, outside training."""
-        # even parts, of which none is a single sample, on which batch norm in training mode fails
-        indices = torch.from_numpy(client.index).tensor_split(math.ceil(len(client) / 500))
-        for index, x in zip(indices, self.data.images(indices)):
-            yield (
-                channels_last(self.data.normalise(x.to(self.device))),
-                self.data.y[index.to(self.device)],
-            )
-
-    # --- one client's round
-
-    def round(self, client, server, weights, alpha, local_update):
-        """A generator that trains one client: it yields after each batch and returns the Upload. Only the batches run on
-        the worker's own stream, so workers overlap there; all else is in order on the current stream."""
-        args, sizes = self.args, batch_sizes(len(client), self.args, self.batch_norm)
-        ahead = self._begin(client, server, weights, sizes)
-        method = local_update(self, client, server, args)
-        step = next(method)
-        if self.keep_first_step:
-            step = self.step = self.step or step
-        on_stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for i, size in enumerate(sizes):
-            self.shape = self.shapes[i] if self.shapes else None
-            with on_stream:
-                if self.data.paths:
-                    self._fill(self.images, next(ahead))
-                if self._graphed(size):
-                    if self.shape not in self.graphs:
-                        self._capture(step)
-                    self.graphs[self.shape].replay()
-                else:
-                    self._step(step, size)
-            yield
-        if self.stream:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        try:
-            next(method)
-        except StopIteration as stop:
-            message = tree_map(lambda t: t.detach().clone(), stop.value or {})
-        else:
-            raise RuntimeError("local_update yields once, its step")
-        if args.persist_opt:
-            client.state["momentum"] = self._opt_state()
-        client.state = tree_map(lambda t: t.detach().to("cpu", copy=True), client.state)
-        upload = {k: v.detach().clone() for k, v in self.net.state_dict().items()}
-        loss = self.loss / max(1, sum(sizes))
-        norms = torch._foreach_norm([v for v in upload.values() if v.is_floating_point()])
-        return Upload(
-            client,
-            alpha,
-            upload,
-            message,
-            loss,
-            torch.stack([*norms, loss.float()]).isfinite().all(),
-            sum(sizes),
-        )
-
-    def _begin(self, client, server, weights, sizes):
-        args = self.args
-        _load(self.net, weights)
-        self.net.train()
-        kept = client.state.get("momentum")
-        for i, buffer in enumerate(self._opt_state()):
-            buffer.zero_() if kept is None else buffer.copy_(kept[i])
-        lr = learning_rate(args, server["round"])
-        for group in self.opt.param_groups:
-            group["lr"].fill_(lr) if torch.is_tensor(group["lr"]) else group.update(lr=lr)
-        self.t.zero_()
-        self.loss.zero_()
-        self.sizes, self.key, self.shapes, self.lr = (
-            sizes,
-            (args.seed, server["round"], client.id),
-            None,
-            lr,
-        )
-        tables = self._draw(client.index, len(sizes), keyed("batches", *self.key))
-        for name, rows in tables.items():
-            self._fill(self.tables[name], torch.from_numpy(rows))
-        batches = [
-            [row[:size] for row, size in zip(tables[name], sizes)]
-            for name in ("index", "seed")
-            if name in tables
-        ]
-        return self.data.images(*batches) if self.data.paths else None
-
-    def _fill(self, table, rows):
-        table[: len(rows)].copy_(rows.pin_memory() if self.stream else rows, non_blocking=True)
-
-    def _opt_state(self):
-        """The optimizer's tensors: momentum buffers; of RMSprop steps and averaged squares too."""
-        return [
-            v for state in self.opt.state.values() for v in state.values() if torch.is_tensor(v)
-        ]
-
-    def _draw(self, index, steps, rng):
-        """Tables of (steps, batch size, ...): which samples, and how to augment each. A short batch uses a part of its row."""
-        rows = max(1, len(epoch_sizes(len(index), self.args, self.batch_norm)))  # of one epoch
-        epochs, width = math.ceil(steps / rows), rows * self.args.batch_size
-        order = rng.permuted(np.tile(index, (epochs, 1)), axis=1)[:, :width]
-        order = np.pad(order, ((0, 0), (0, width - order.shape[1]))).reshape(
-            epochs * rows, self.args.batch_size
-        )
-        return {
-            "index": order[:steps],
-            **draw_augment(self.augment, rng, (steps, self.args.batch_size), self.data.x.shape[-1]),
-        }
-
-    def _step(self, step, size):
-        rows = {
-            name: table.index_select(0, self.t)[0, :size] for name, table in self.tables.items()
-        }
-        index = rows.pop("index")
-        x = (
-            self.images[:size]
-            if self.data.paths
-            else apply_augment(self.data.x.index_select(0, index), rows)
-        )
-        loss = step(channels_last(self.data.normalise(x)), self.data.y.index_select(0, index))
-        self.loss.add_(loss.detach(), alpha=size)
-        self.t.add_(1)
-
-    def _graphed(self, size):
-        """Whether this batch replays a graph: a full one, of a shape that has a graph or may have one of at most 64."""
-        known = self.shape in self.graphs or len(self.graphs) < 64
-        return self.stream and self.args.graph and size == self.args.batch_size and known
-
-    def _capture(self, step):
-        """Record one step on a full batch as a CUDA graph. Warm-up moves weights, statistics and momentum, so they are put
-        back; a step writes to nothing else."""
-        moved = [*self.net.state_dict().values(), *self._opt_state(), self.t, self.loss]
-        before = [v.clone() for v in moved]
-        for _ in range(3):
-            self.t.zero_()
-            self._step(step, self.args.batch_size)
-        self.t.zero_()
-        graph = self.graphs[self.shape] = torch.cuda.CUDAGraph()
-        # graphs of a worker run one at a time and leave nothing behind in their memory, so they share it
-        pool = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
-        with torch.cuda.graph(graph, pool, stream=self.stream):
-            self._step(step, self.args.batch_size)
-        for tensor, value in zip(moved, before):
-            tensor.copy_(value)
-
-
-def _load(net, weights):
-    """Copy weights (a state_dict) into net, in place."""
-    with torch.no_grad():
-        names = net.state_dict()
-        torch._foreach_copy_(list(names.values()), [weights[k] for k in names])
-
-
-@contextlib.contextmanager
-def _on_interrupt(handler):
-    """Ctrl-C calls handler meanwhile."""
-    if threading.current_thread() is not threading.main_thread():  # others get no signals
-        yield
-        return
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Pool:
-    """Workers, and how they share the machine: threads on the CPU; on a GPU one thread that feeds their streams in turn."""
-
-    def __init__(self, build, device, count, threads):
-        """build() makes a worker; count: workers, 0 for as many as the GPU's memory allows; threads: of each on the CPU."""
-        self.build, self.device, self.grow = build, device, count == 0
-        self.stopping, self.interrupted = False, None  # when Ctrl-C came
-        self.workers = [build() for _ in range(max(1, count))]
-        torch.set_num_threads(threads)
-        several = device.type == "cpu" and count > 1
-        self.threads = (
-            ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(threads,))
-            if several
-            else None
-        )
-
-    @staticmethod
-    def plan(args, sampled):
-        """(workers, threads of each). With --workers auto on the CPU one worker a core, at most 8, where Python's lock gets in
-        the way; cores left over go to the operators of each. On a GPU 0, to be settled when the first worker has run."""
-        if args.workers == "auto" and args.device != "cpu":
-            return 0, CORES
-        count = min(sampled, min(CORES, 8) if args.workers == "auto" else args.workers)
-        if args.dataset == "imagenet-200" and args.device == "cpu":
-            count = 1  # processes that decode images cannot be forked safely from several threads
-        return count, max(1, CORES // count) if args.device == "cpu" else CORES
-
-    def close(self):
-        self.stopping = True
-        if self.threads:
-            self.threads.shutdown(cancel_futures=True)
-        torch.set_num_threads(CORES)
-
-    def interrupt(self, *_):
-        """Handler of Ctrl-C: training ends behind the batches under way. An exception anywhere in between could leave a lock
-        taken that a thread waits for, and threads running at the exit, which then aborts. After five seconds, anywhere."""
-        if self.interrupted and time.perf_counter() - self.interrupted > 5:
-            raise KeyboardInterrupt
-        self.interrupted = self.interrupted or time.perf_counter()
-
-    def check_interrupt(self):
-        if self.interrupted:
-            raise KeyboardInterrupt
-
-    def map(self, f, items):
-        """f over items, in order, on the worker threads where there are several."""
-        return (self.threads.map if self.threads else map)(f, items)
-
-    def train(self, clients, server, weights, alphas, local_update):
-        """Uploads of the clients, in order, each as soon as it and those before it are done."""
-        rounds = [
-            functools.partial(
-                Worker.round,
-                client=c,
-                server=server,
-                weights=weights,
-                alpha=a,
-                local_update=local_update,
-            )
-            for c, a in zip(clients, alphas)
-        ]
-        return self._threaded(rounds) if self.threads else self._interleaved(rounds)
-
-    def _threaded(self, rounds):
-        free, self.stopping = queue.SimpleQueue(), False
-        for worker in self.workers:
-            free.put(worker)
-
-        def drain(round_):
-            worker = free.get()
-            batches = round_(worker)
-            try:
-                while not self.stopping:
-                    self.check_interrupt()
-                    next(batches)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                free.put(worker)
-
-        try:
-            yield from self.threads.map(drain, rounds)
-        finally:  # an interrupt or an error: the others need not finish their clients
-            self.stopping = True
-
-    def _interleaved(self, rounds):
-        waiting, running, done, due = deque(enumerate(rounds)), [], {}, 0
-        free = list(self.workers)
-        while waiting or running:
-            while free and waiting:
-                (i, round_), worker = waiting.popleft(), free.pop(0)
-                running.append((i, worker, round_(worker)))
-            self.check_interrupt()
-            for item in list(running):
-                i, worker, batches = item
-                try:
-                    next(batches)
-                except StopIteration as stop:
-                    done[i] = stop.value
-                    running.remove(item)
-                    free.append(worker)
-            if self.grow:
-                free += self._grow(len(waiting))
-            while due in done:
-                yield done.pop(due)
-                due += 1
-
-    def _grow(self, waiting):
-        """More workers, now that the first has shown what one takes of the GPU's memory: at most 8, in 80% of what is free."""
-        self.grow = False
-        torch.cuda.synchronize(self.device)
-        free, one = (
-            torch.cuda.mem_get_info(self.device)[0],
-            torch.cuda.max_memory_reserved(self.device),
-        )
-        new = [self.build() for _ in range(min(waiting, 7, int(0.8 * free / one)))]
-        self.workers += new
-        return new
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Aggregation and evaluation
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def average(net, uploads, server, args):
-    """FedAvg's server: w <- sum_k alpha_k w_k over parameters and batch-norm statistics, summed in fp32 in the order of the
-    uploads, and a step of the server optimizer from w towards it. Integer counters, which no computation reads, and word
-    vectors, which nobody trains, are those of the last upload."""
-    mean = {
-        k: torch.zeros_like(v)
-        for k, v in net.state_dict().items()
-        if v.is_floating_point() and not k.endswith(".vectors")
-    }
-    for upload in uploads:
-        torch._foreach_add_(
-            list(mean.values()), [upload.weights[k] for k in mean], alpha=upload.weight
-        )
-    _load(
-        net,
-        {**upload.weights, **mean, **server_step(dict(net.named_parameters()), mean, server, args)},
-    )
-
-
-def server_step(w, mean, server, args):
-    """The parameters after one step of --server from w along Delta = mean - w; batch-norm statistics have no step.
-    avg: w + lr Delta.   avgm (FedAvgM, Hsu et al. 2019): m <- beta m + Delta, w + lr m.
-    adam (FedADAM, Reddi et al., ICLR 2021, Algorithm 2): m <- beta1 m + (1 - beta1) Delta, v <- beta2 v + (1 - beta2) Delta^2,
-    w + lr m / (sqrt(v) + tau), v starting at tau^2, without bias correction."""
-    lr, beta = args.server_lr, args.server_momentum
-    if args.server == "avg":
-        return (
-            {k: mean[k] for k in w}
-            if lr == 1
-            else {k: v + lr * (mean[k] - v) for k, v in w.items()}
-        )
-    adam = args.server == "adam"
-    m = server.setdefault("m", {k: torch.zeros_like(v) for k, v in w.items()})
-    v = (
-        server.setdefault("v", {k: torch.full_like(x, args.server_tau**2) for k, x in w.items()})
-        if adam
-        else {}
-    )
-    for k in w:
-        delta = mean[k] - w[k]
-        m[k].mul_(beta).add_(delta, alpha=1 - beta if adam else 1)
-        if adam:
-            v[k].mul_(args.server_beta2).addcmul_(delta, delta, value=1 - args.server_beta2)
-    return {k: w[k] + lr * (m[k] / (v[k].sqrt() + args.server_tau) if adam else m[k]) for k in w}
-
-
-@torch.no_grad()
-def evaluate(net, data, args, pool_map=map, hits=None):
-    """Accuracy in percent and mean cross-entropy of net, in eval mode, on the whole test set. hits: a tensor (test samples,)
-    to be filled with which of them are right."""
-    net.eval()
-
-    def batch(xy):
-        x = channels_last(data.normalise(xy[0]))
-        with torch.no_grad(), autocast(args, x.device):
-            out = net(x).float()
-        right = out.argmax(1) == xy[1]
-        return right, torch.stack(
-            [right.sum().double(), F.cross_entropy(out, xy[1], reduction="sum").double()]
-        )
-
-    size = 2000 if data.y.is_cuda else 250
-    right, sums = zip(*pool_map(batch, zip(data.x_test.split(size), data.y_test.split(size))))
-    correct, loss = torch.stack(sums).sum(0).tolist()
-    if hits is not None:
-        hits.copy_(torch.cat(right))
-    return 100 * correct / len(data.y_test), loss / len(data.y_test)
-
-
-def client_summary(hits, tests):
-    """Readings of the clients' accuracies in percent, over those that have test samples: worst, best, 10th percentile and
-    population variance. hits: right or wrong of each test sample; tests: indices of each client."""
-    accuracies = [100 * hits[test].mean() for test in tests if len(test)]
-    return {
-        "client_acc_worst": min(accuracies),
-        "client_acc_best": max(accuracies),
-        "client_acc_p10": float(np.percentile(accuracies, 10)),
-        "client_acc_var": float(np.var(accuracies)),
-    }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Run folder: config.json, metrics.jsonl, checkpoint.pt, model.pt, best.pt, states/ and clients/
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _write(path, content):
-    """Write bytes so that a kill or a full disk at any moment leaves the old file or the new one, whole."""
+def write_atomically(path, content):
+    """Write bytes so that a kill or a full disk leaves the old file or the new one, whole."""
     path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -2703,55 +2141,61 @@ def _write(path, content):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        folder_ = os.open(
+        parent = os.open(
             path.parent, os.O_RDONLY
         )  # the new name has to outlive a power failure too
-        os.fsync(folder_)
-        os.close(folder_)
+        os.fsync(parent)
+        os.close(parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def save(tree, path):
-    """torch.save, atomically, of a nest of tensors and plain values; strides are kept, since sums depend on them."""
+    """Write a nest of tensors and plain values as torch.save does, atomically.
+
+    Strides are kept, since sums depend on them."""
     buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
     torch.save(tree_map(lambda t: t.detach().cpu(), tree), buffer)
-    with (
-        buffer.getbuffer() as content
-    ):  # an error's traceback must not keep it: some Pythons then crash at the exit
-        _write(path, content)
+    # released at once: where an error's traceback keeps it, some Pythons crash at the exit
+    with buffer.getbuffer() as content:
+        write_atomically(path, content)
 
 
 def load(path, what="checkpoint"):
-    """What save() wrote. UserError for anything else."""
+    """Return what save() wrote to path. UserError, which calls the file what, for anything else."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such {what}") from None
     except Exception as e:  # torch raises many kinds for a damaged file
-        raise UserError(
-            f"{path}: not a readable {what} ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
-        ) from None
+        why = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise UserError(f"{path}: not a readable {what} ({why})") from None
 
 
 def read_config(out, flag="--out "):
-    """config.json of the run in the folder out. UserError if out is no run."""
-    if not (out / "config.json").is_file():
-        raise UserError(
-            f"{flag}{out}: no run{' to --resume' if flag else ''} there, since it has no config.json"
-        )
+    """Return config.json of the run in the folder out. UserError if out is no run."""
+    path = out / "config.json"
+    if not path.is_file():
+        resumed = " to --resume" if flag else ""
+        raise UserError(f"{flag}{out}: no run{resumed} there, since it has no config.json")
     try:
-        config = json.loads((out / "config.json").read_text())
-        right = isinstance(config["flags"]["rounds"], int) and all(
-            type(config[k]) is int for k in ("workers", "threads")
-        )
-        right = right and all(isinstance(word, str) for word in config["argv"])
-        if right and isinstance(config["script"], str):
+        config = json.loads(path.read_text())
+        numbers = [config["flags"]["rounds"], config["workers"], config["threads"]]
+        words = [config["script"], *config["argv"]]
+        if all(type(n) is int for n in numbers) and all(type(word) is str for word in words):
             return config
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{flag}{out}: config.json is damaged, or not of a run of this project")
+
+
+def default_out(args):
+    """Return the name of a new run folder."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    name = f"runs/{args.script}-{args.dataset}-{args.model}-{now}-{os.getpid()}"
+    names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
+    return next(name for name in names if not os.path.exists(name))
 
 
 def check_resumed(args, flags):
@@ -2768,39 +2212,68 @@ def check_resumed(args, flags):
         )
 
 
-class Run:
+class RunFolder:
     """The folder of a run, from which it resumes exactly."""
 
-    def __init__(self, out, script, args):
-        self.out, self.script, self.args = pathlib.Path(out), script, args
-        self.rows, self.changed, self.versions = [], set(), {}
+    def __init__(self, args):
+        self.args, self.out, self.script = args, pathlib.Path(args.out), args.script
+        self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
+        self.rows = []  # of metrics.jsonl
+        self.changed, self.versions = (
+            set(),
+            {},
+        )  # clients whose state is not saved; rounds of states
         self.clock = None  # when the last round was evaluated, or the first one began
         self.lock = None
 
-    def check(self):
-        """UserError, before any long work, when the folder can't be used."""
+    def take(self):
+        """Lock the folder and look into it; UserError, before any long work, if it is not free."""
         if self.args.resume:
-            config = read_config(self.out)
-            check_resumed(self.args, config["flags"])
+            read_config(self.out)  # a folder that is none has nothing to lock
             self._lock()
-            return config
-        # what a kill before the first complete file leaves is no run
-        if self.out.exists() and (
-            not self.out.is_dir() or any(path.suffix != ".tmp" for path in self.out.iterdir())
-        ):
-            raise UserError(
-                f"--out {self.out}: exists already; continue that run with --resume, or name another folder"
-            )
-
-    def create(self, workers, threads):
-        """Make the folder, and write down all that the run depends on."""
+            self.config = read_config(self.out)
+            check_resumed(self.args, self.config["flags"])
+            # 0 workers: a GPU's number was never settled
+            self.workers = self.config["workers"], self.config["threads"]
+            return
+        taken = (
+            f"--out {self.out}: exists already; continue that run with --resume, or name another"
+        )
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"{taken} folder")
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock()
-        versions = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        }
+        # what a kill before the first complete file leaves is no run
+        if any(path.suffix != ".tmp" for path in self.out.iterdir()):
+            raise UserError(f"{taken} folder")
+
+    def _lock(self):
+        """Keep the folder from other processes until close(), or until this one ends."""
+        import fcntl
+
+        lock = os.open(self.out, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError(f"--out {self.out}: another process is writing to this run") from None
+        self.lock = lock  # only now: close() removes an empty folder of ours
+
+    def close(self):
+        """Unlock the folder, and remove it if nothing was written."""
+        if self.lock is None:
+            return
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            self.out.rmdir()
+        # not only closed: processes that decode images may still hold a copy of it
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
+        os.close(self.lock)
+
+    def create(self, workers, threads):
+        """Write down all that a new run depends on."""
+        versions = {"torch": torch.__version__, "numpy": np.__version__}
         self.config = {
             "script": self.script,
             "argv": self.args.argv,
@@ -2808,186 +2281,149 @@ class Run:
             "workers": workers,
             "threads": threads,
             "device": hardware(self.args.device),
-            "versions": versions,
-            "commit": _commit(),
+            "versions": {"python": platform.python_version(), **versions},
+            "commit": commit(),
         }
         self.write_config()
 
-    def _lock(self):
-        """Keep the folder from other processes until close(), or until this one ends however it does."""
-        import fcntl
-
-        self.lock = os.open(self.out, os.O_RDONLY)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {self.out}: another process is writing to this run") from None
-
-    def close(self):
-        if self.lock is not None:
-            import fcntl
-
-            fcntl.flock(
-                self.lock, fcntl.LOCK_UN
-            )  # processes that decode images may still hold a copy of it
-            os.close(self.lock)
-
     def write_config(self):
-        _write(self.out / "config.json", (json.dumps(self.config, indent=1) + "\n").encode())
+        text = json.dumps(self.config, indent=1) + "\n"
+        write_atomically(self.out / "config.json", text.encode())
+
+    def settle(self, workers):
+        """Note the number of workers that a GPU's memory has allowed in the first round."""
+        if not self.config["workers"]:
+            self.config["workers"] = workers
+            self.write_config()
 
     def decisive(self):
-        """The flags that decide the result."""
-        return {k: v for k, v in flag_values(self.args).items() if k not in FREE_ON_RESUME}
+        """Return the flags that decide the result."""
+        flags = flag_values(self.args)
+        return {k: v for k, v in flags.items() if k not in FREE_ON_RESUME}
 
     def append(self, row):
+        """Add a round's row to metrics.jsonl."""
         self.rows.append(row)
         with open(self.out / "metrics.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
             f.flush()
             os.fsync(f.fileno())
 
-    def checkpoint(self, net, server, states):
-        """Commit the state after the last appended row. Client states lie in files of their own, a new one whenever they
-        change; the checkpoint names those that count, and the others are deleted once it is written."""
-        (self.out / "states").mkdir(exist_ok=True)
+    def checkpoint(self, fed):
+        """Commit the state of fed after the last appended row.
+
+        Client states lie in files of their own, a new one whenever they change; the checkpoint
+        names those that count, and the others are deleted once it is written."""
+        folder, t = self.out / "states", fed.server["round"]
+        folder.mkdir(exist_ok=True)
         for k in self.changed:
-            save(states[k], self.out / "states" / f"{k}-{server['round']}.pt")
-            self.versions[k] = server["round"]
+            save(fed.states[k], folder / f"{k}-{t}.pt")
+            self.versions[k] = t
         self.changed.clear()
         state = {
             "script": self.script,
             "flags": self.decisive(),
-            "net": net.state_dict(),
-            "server": server,
+            "net": fed.net.state_dict(),
+            "server": fed.server,
             "clients": self.versions,
         }
         save(state, self.out / "checkpoint.pt")
-        kept = {f"{k}-{version}.pt" for k, version in self.versions.items()}
-        for path in (self.out / "states").iterdir():
-            if path.name not in kept:
+        current = {f"{k}-{version}.pt" for k, version in self.versions.items()}
+        for path in folder.iterdir():
+            if path.name not in current:
                 path.unlink()
 
-    def restore(self, config, net, server, states):
-        """Fill net, server and states from the checkpoint, if there is one, and forget the rounds after it."""
+    def restore(self, fed):
+        """Fill fed from the checkpoint, if there is one, and forget the rounds after it."""
         path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
         lines = metrics.read_bytes().splitlines() if metrics.exists() else []
         if path.exists():
-            found = load(path)
-            try:
-                if found["script"] != self.script:
-                    raise UserError(
-                        f"{path}: made by {found['script']}.py, not by {self.script}.py"
-                    )
-                for k, v in self.decisive().items():
-                    if found["flags"][k] != v:
-                        raise UserError(
-                            f"{path}: of another run, with {found['flags'][k]} for --{k.replace('_', '-')}"
-                        )
-                net.load_state_dict(found["net"])
-                server.update(
-                    tree_map(lambda t: t.to(next(net.parameters()).device), found["server"])
-                )
-                if type(server["round"]) is not int or server["round"] < 1:
-                    raise ValueError("no round")
-                self.versions = dict(found["clients"])
-            except UserError:
-                raise
-            except Exception as e:  # any shape that a foreign file may have
-                raise UserError(f"{path}: not a checkpoint of this run ({e})") from None
-            for k, version in self.versions.items():
-                states[k] = load(self.out / "states" / f"{k}-{version}.pt", "client state")
+            self._load_checkpoint(path, fed)
         elif len(lines) > self.args.checkpoint_every or (self.out / "model.pt").exists():
             raise UserError(f"{path}: missing, though metrics.jsonl has {len(lines)} rounds")
-        lines = lines[: server["round"]]
-        try:
-            self.rows = [json.loads(line) for line in lines]
-            right = [row["round"] for row in self.rows if row["test_acc"] != ""] == list(
-                range(1, server["round"] + 1)
-            )
-        except (ValueError, KeyError, TypeError):
-            right = False
-        if not right:
-            raise UserError(
-                f"{metrics}: damaged; it should hold rounds 1 to {server['round']} of the checkpoint"
-            )
+        self._load_rows(metrics, lines, fed.server["round"])
         for leftover in self.out.glob("*.tmp"):  # of a write that was cut
             leftover.unlink()
-        _write(metrics, b"".join(line + b"\n" for line in lines))
-        self.config = config
-        if self.args.rounds != config["flags"]["rounds"]:
-            config["flags"]["rounds"] = self.args.rounds
-            config["argv"] += ["--rounds", str(self.args.rounds)]
+        if self.args.rounds != self.config["flags"]["rounds"]:
+            self.config["flags"]["rounds"] = self.args.rounds
+            self.config["argv"] += ["--rounds", str(self.args.rounds)]
         self.write_config()
+
+    def _load_checkpoint(self, path, fed):
+        state = load(path)
+        try:
+            if state["script"] != self.script:
+                raise UserError(f"{path}: made by {state['script']}.py, not by {self.script}.py")
+            for k, v in self.decisive().items():
+                if state["flags"][k] != v:
+                    flag = f"--{k.replace('_', '-')}"
+                    raise UserError(f"{path}: of another run, with {state['flags'][k]} for {flag}")
+            fed.net.load_state_dict(state["net"])
+            fed.server.update(tree_map(lambda t: t.to(fed.pool.device), state["server"]))
+            if type(fed.server["round"]) is not int or fed.server["round"] < 1:
+                raise ValueError("no round")
+            self.versions = dict(state["clients"])
+        except UserError:
+            raise
+        except Exception as e:  # any shape that a foreign file may have
+            raise UserError(f"{path}: not a checkpoint of this run ({e})") from None
+        for k, version in self.versions.items():
+            fed.states[k] = load(self.out / "states" / f"{k}-{version}.pt", "client state")
+
+    def _load_rows(self, metrics, lines, t):
+        """Keep the first t lines of metrics.jsonl, which must be those of rounds 1 to t."""
+        lines = lines[:t]
+        try:
+            self.rows = [json.loads(line) for line in lines]
+            valid = [row["round"] for row in self.rows] == list(range(1, t + 1))
+            valid = valid and all("test_acc" in row for row in self.rows)
+        except (ValueError, KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise UserError(f"{metrics}: damaged; it should hold rounds 1 to {t} of the checkpoint")
+        write_atomically(metrics, b"".join(line + b"\n" for line in lines))
 
 
 def hardware(device):
-    """What a device is called: the GPU, or the processor and how many of its cores are used."""
+    """Return what a device is called: the GPU, or the processor and how many cores are used."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
-    )
-    return f"{found[1] if found else platform.machine()}, {CORES} cores"
+    cpuinfo, name = pathlib.Path("/proc/cpuinfo"), platform.machine()
+    if cpuinfo.exists():
+        model = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M)
+        name = model[1] if model else name
+    return f"{name}, {CORES} cores"
 
 
-def _commit():
-    """The commit of the code, with + if it was changed since; None outside a git repository."""
+def commit():
+    """Return the commit of the code, with + if it was changed since; None outside a repository."""
 
     def git(*words):
-        here = pathlib.Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        where = {"cwd": pathlib.Path(__file__).parent, "capture_output": True, "text": True}
+        return subprocess.run(["git", *words], check=True, **where).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + "+" * bool(
-            git("status", "--porcelain", "--untracked-files=no")
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def summary(accuracies):
-    """Readings of the test accuracies so far, in percent: EMA with factor 0.9 (bias-corrected), mean and population standard
-    deviation of the last five, and the best; None before the first."""
-    if not accuracies:
-        return dict.fromkeys(("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc"))
-    ema = sum(0.1 * 0.9**i * a for i, a in enumerate(reversed(accuracies))) / (
-        1 - 0.9 ** len(accuracies)
-    )
-    last = accuracies[-5:]
-    return {
-        "acc_ema": ema,
-        "acc_last5_mean": float(np.mean(last)),
-        "acc_last5_std": float(np.std(last)),
-        "best_acc": max(accuracies),
-    }
+# --------------------------------------------------------------------------------------------------
+# Errors and interrupts. A mistake of the user's is a UserError, shown as one line. Ctrl-C takes a
+# note that is read between batches: training ends behind those under way, and can be resumed.
+# --------------------------------------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The round loop
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def run(args, local_update, aggregate=average, after_round=None, adapt=None):
-    """Federated training as args say, in a run folder. local_update: see the top of this file. aggregate(net, uploads,
-    server, args): enters with the old global weights in net and an iterator of Uploads, trained while it is read; leaves
-    with the new weights in net. server: a dict for what the server keeps between rounds; server["round"] counts from 1.
-    after_round(worker, clients, server, args): a second synchronisation; worker.net holds the new global weights, in eval
-    mode. server["report"], a dict, is added to the round's row. adapt(net, args): changes the network before it is copied.
-    Returns the global network and the rows of metrics.jsonl. Exits with one line and code 2 for a user's mistake."""
-    script = args.script
-    with one_line_errors(
-        script, args, "use fewer --workers, a smaller --batch-size or --device cpu"
-    ):
-        return _run(args, script, local_update, aggregate, after_round, adapt)
+class UserError(ValueError):
+    """A mistake in flags, files or data: shown as one line, exit code 2."""
 
 
 @contextlib.contextmanager
-def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size or --device cpu"):
-    """Turns a mistake of the user's, a full memory and an interrupt into one line on stderr and an exit code. args: those of
-    a run that could be resumed."""
+def one_line_errors(script, args=None, advice="use a smaller --batch-size or --device cpu"):
+    """Turn a mistake, a full memory and an interrupt into one line on stderr and an exit code.
+
+    args: those of a run that could be resumed; advice: what to do about a full memory."""
     try:
         yield
         return
@@ -2996,314 +2432,54 @@ def one_line_errors(script, args=None, memory_advice="use a smaller --batch-size
     except FloatingPointError as e:
         message, code = str(e), 1
     except (MemoryError, RuntimeError) as e:
-        if not isinstance(
-            e, (MemoryError, torch.OutOfMemoryError)
-        ) and "allocate memory" not in str(e):
+        full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+        if not full and "allocate memory" not in str(e):
             raise
-        message, code = f"the memory is full; {memory_advice}", 2
+        message, code = f"the memory is full; {advice}", 2
     except KeyboardInterrupt:
-        if not hasattr(
-            sys, "ps1"
-        ):  # a second one is not to interrupt the exit; a notebook goes on and keeps its Ctrl-C
-            with contextlib.suppress(ValueError):  # in a thread, which gets no signals
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-        started = args and args.out and pathlib.Path(args.out, "config.json").exists()
-        message, code = (
-            "interrupted" + (f"; continue with --out {args.out} --resume" if started else ""),
-            130,
-        )
+        ignore_interrupts()
+        message, code = "interrupted", 130
+        if args and args.out and pathlib.Path(args.out, "config.json").exists():
+            message += f"; continue with --out {args.out} --resume"
     print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def _check_files(args):
-    """Raise UserError where a flag names a file that is not there."""
-    for flag in ("vectors", "split_file"):
-        path = getattr(args, flag)
-        if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
-            raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
+def ignore_interrupts():
+    """Let no second Ctrl-C interrupt the exit; a notebook goes on, and keeps its Ctrl-C."""
+    if not hasattr(sys, "ps1"):
+        with contextlib.suppress(ValueError):  # in a thread, which gets no signals
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _run(args, script, local_update, aggregate, after_round, adapt):
-    _check_files(args)
-    args.out = (
-        args.out
-        or f"runs/{script}-{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    )
-    with contextlib.closing(Run(args.out, script, args)) as folder_:
-        return _train(args, folder_, local_update, aggregate, after_round, adapt)
+class Interrupt:
+    """A note that Ctrl-C came.
 
+    An exception anywhere in training could leave a lock taken that a thread waits for, and threads
+    running at the exit, which then aborts. After five seconds it is raised anywhere."""
 
-def _train(args, folder_, local_update, aggregate, after_round, adapt):
-    config = folder_.check()
-    say = (lambda _: None) if args.quiet else tqdm.write
-    device = _set_up(args)
+    def __init__(self):
+        self.since = None  # when Ctrl-C came
 
-    data = load_data(args)
-    parts = partition(data, args)
-    tests = test_partition(data, parts, args) if args.client_test else None
-    torch.manual_seed(args.seed)
-    net = net_for(data, args)
-    if adapt:
-        adapt(net, args)
-    net, data = net.to(device, memory_format=torch.channels_last).eval(), data.to(device)
-    sizes, batch_norm = sorted(map(len, parts)), has_batch_norm(net)
-    if batch_norm and min(sizes[0], args.batch_size) == 1:
-        raise UserError(
-            "a batch or a client has a single sample, and batch norm needs two; "
-            "use a larger --batch-size, fewer --clients or another --model"
-        )
-    steps = max(len(batch_sizes(n, args, batch_norm)) for n in set(sizes))
-    if steps == 0:
-        raise UserError(f"--drop-last: no client has the {args.batch_size} samples of a batch")
-    sampled = sampled_clients(args)
-    workers, threads = (
-        (config["workers"], config["threads"]) if config else Pool.plan(args, sampled)
-    )
+    @contextlib.contextmanager
+    def handled(self):
+        """Take the note for SIGINT inside the with block."""
+        if threading.current_thread() is not threading.main_thread():  # others get no signals
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self.note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
-    server, states = {"round": 0}, {}
-    pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
-    if config:
-        folder_.restore(config, net, server, states)
-    else:
-        folder_.create(workers, threads)
-    say(
-        f"{args.out}: {len(parts)} clients of {sizes[0]} to {sizes[-1]} samples, {sampled} a round; "
-        f"{sum(p.numel() for p in net.parameters()):,} parameters; {workers or 'auto'} worker(s) on {args.device}"
-    )
-    bar = tqdm(
-        total=args.rounds * sampled,
-        initial=server["round"] * sampled,
-        unit="client",
-        disable=args.quiet or None,
-    )
-    folder_.clock = time.perf_counter()
-    with _on_interrupt(pool.interrupt), contextlib.closing(pool), bar:
-        while server["round"] < args.rounds:
-            pool.check_interrupt()
-            server["round"] += 1
-            row = _round(
-                args,
-                net,
-                data,
-                parts,
-                tests,
-                server,
-                states,
-                pool,
-                local_update,
-                aggregate,
-                after_round,
-                folder_,
-                bar,
-            )
-            accuracy = (
-                ""
-                if row["test_acc"] is None
-                else f"  acc {row['test_acc']:5.2f}%  test loss {row['test_loss']:.4f}"
-            )
-            if not workers:  # settled in the first round
-                folder_.config["workers"] = workers = len(pool.workers)
-                folder_.write_config()
-            say(
-                f"round {row['round']:3d}/{args.rounds}{accuracy}  train loss {row['train_loss']:.4f}  "
-                f"{row['samples_per_s']:,.0f} samples/s"
-            )
-    save(net.state_dict(), folder_.out / "model.pt")
-    last = folder_.rows[-1]
-    say(
-        "accuracy: last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%, "
-        "last five {acc_last5_mean:.2f} +- {acc_last5_std:.2f}%".format(**last)
-    )
-    return net, folder_.rows
+    def note(self, *_):
+        """Handle the signal."""
+        if self.since and time.perf_counter() - self.since > 5:
+            raise KeyboardInterrupt
+        self.since = self.since or time.perf_counter()
 
-
-def sampled_clients(args):
-    """How many clients take part in a round."""
-    return max(1, int(args.clients * args.sample + 0.5))
-
-
-def _set_up(args):
-    """Precision and determinism of the process; returns the device."""
-    device = torch.device(args.device)
-    torch.backends.cuda.matmul.fp32_precision = (
-        "ieee"  # Gram matrices and power iterations need it, also in backward
-    )
-    for layers in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        layers.fp32_precision = "ieee" if args.precision == "fp32" else "tf32"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        if args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = not args.deterministic
-    torch.use_deterministic_algorithms(args.deterministic)
-    return device
-
-
-def _round(
-    args,
-    net,
-    data,
-    parts,
-    tests,
-    server,
-    states,
-    pool,
-    local_update,
-    aggregate,
-    after_round,
-    folder_,
-    bar,
-):
-    """One communication round; returns its row of metrics.jsonl."""
-    t, last, sampled = server["round"], server["round"] == args.rounds, sampled_clients(args)
-    chosen = sorted(
-        keyed("sample", args.seed, t).choice(len(parts), sampled, replace=False).tolist()
-    )
-    server["clients"] = chosen
-    clients = [Client(k, parts[k], states.get(k, {})) for k in chosen]
-    shares = np.array(
-        [n // args.batch_size * args.batch_size if args.drop_last else n for n in map(len, clients)]
-    )
-    if args.weighting == "uniform":
-        shares = np.minimum(shares, 1)  # without training, no weight
-    if shares.sum() == 0:
-        raise UserError(
-            f"--drop-last: no client sampled in round {t} has the {args.batch_size} samples of a batch"
-        )
-    alphas = (shares / shares.sum()).tolist()
-    weights, start, waited, seen = net.state_dict(), time.perf_counter(), 0.0, []
-
-    def uploads():
-        nonlocal waited
-        trained = pool.train(clients, server, weights, alphas, local_update)
-        while True:
-            before = time.perf_counter()
-            with (
-                torch.enable_grad()
-            ):  # aggregate, which runs training by reading on, may be under no_grad
-                upload = next(trained, None)
-            if upload is None and pool.device.type == "cuda":
-                torch.cuda.synchronize(pool.device)
-            waited += time.perf_counter() - before
-            if upload is None:
-                return
-            seen.append(
-                (
-                    upload.loss,
-                    upload.finite,
-                    upload.samples,
-                    nbytes(upload.weights) + nbytes(upload.message),
-                )
-            )
-            if upload.client.state:
-                states[upload.client.id] = upload.client.state
-                folder_.changed.add(upload.client.id)
-            if last and args.save_clients:
-                (folder_.out / "clients").mkdir(exist_ok=True)
-                save(upload.weights, folder_.out / "clients" / f"{upload.client.id}.pt")
-            bar.update()
-            yield upload
-
-    aggregate(net, uploads(), server, args)
-    for client, (_, finite, _, _) in zip(clients, seen):
-        if not finite:
-            kept = (
-                f"; {args.out} keeps the checkpoint of an earlier round"
-                if t > args.checkpoint_every
-                else ""
-            )
-            raise FloatingPointError(
-                f"round {t}, client {client.id}: the local model holds NaN or infinity{kept}; "
-                "a smaller --lr or a --clip may help"
-            )
-    if not torch.stack(torch._foreach_norm(list(net.parameters()))).isfinite().all():
-        raise FloatingPointError(
-            f"round {t}: the global model holds NaN or infinity; a smaller --server-lr may help"
-        )
-    aggregated = time.perf_counter()
-    if after_round:
-        worker = pool.workers[0]
-        _load(worker.net.eval(), net.state_dict())
-        after_round(worker, clients, server, args)
-        if pool.device.type == "cuda":
-            torch.cuda.synchronize(pool.device)
-    trained = time.perf_counter()
-    accuracy, loss, by_client = None, None, {}
-    if last or t % args.eval_every == 0:
-        hits = torch.zeros(len(data.y_test), dtype=torch.bool)
-        accuracy, loss = evaluate(net, data, args, pool.map, hits)
-        by_client = client_summary(hits.numpy(), tests) if tests else {}
-    evaluated = time.perf_counter()
-
-    samples = sum(n for _, _, n, _ in seen)
-    history = [row["test_acc"] for row in folder_.rows if row["test_acc"] is not None] + [
-        accuracy
-    ] * (accuracy is not None)
-    if accuracy is not None and accuracy > max(history[:-1], default=-1):
-        save(net.state_dict(), folder_.out / "best.pt")
-    row = {
-        "round": t,
-        "test_acc": accuracy,
-        "test_loss": loss,
-        "train_loss": sum(float(loss) * n for loss, _, n, _ in seen) / max(1, samples),
-        "lr": learning_rate(args, t),
-        "clients": chosen,
-        "samples": samples,
-        "seconds": {
-            "train": waited,
-            "aggregate": aggregated - start - waited,
-            "evaluate": evaluated - trained,
-            "other": start - folder_.clock,
-        },
-        "samples_per_s": samples / waited,
-        "bytes_down": sampled * nbytes(weights) + sum(client.bytes_down for client in clients),
-        "bytes_up": sum(b for *_, b in seen) + sum(client.bytes_up for client in clients),
-        "peak_memory": _peak_memory(pool.device),
-        **summary(history),
-        **by_client,
-        **server.pop("report", {}),
-    }
-    if after_round:
-        row["seconds"]["synchronise"] = trained - aggregated
-    folder_.clock = evaluated
-    folder_.append(row)
-    if last or t % args.checkpoint_every == 0:
-        folder_.checkpoint(net, server, states)
-    latest = f"acc {history[-1]:.2f}%, " if history else ""
-    bar.set_postfix_str(
-        f"round {t}, {latest}loss {row['train_loss']:.3f}, {row['samples_per_s']:,.0f} samples/s"
-    )
-    return row
-
-
-def _peak_memory(device):
-    """Most bytes held so far: of the GPU's memory by tensors, or of the host's by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def main(argv=None):
-    parser = flags(
-        "Shows how a data set's samples go to clients, without training:\n    python common.py --describe FLAGS",
-        __file__,
-    )
-    parser.add_argument("--describe", action="store_true", required=True, help="one line a client")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="write a picture of the label distribution; needs matplotlib"
-    )
-    args = parser.parse_args(argv)
-    try:
-        describe(args, args.plot)
-    except (UserError, OSError) as e:
-        parser.error(" ".join(str(e).split()))
-
-
-if __name__ == "__main__":
-    main()
+    def check(self):
+        """Raise KeyboardInterrupt if Ctrl-C came."""
+        if self.since:
+            raise KeyboardInterrupt

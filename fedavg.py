@@ -1,16 +1,20 @@
 """FedAvg: Communication-Efficient Learning of Deep Networks from Decentralized Data
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. https://arxiv.org/abs/1602.05629
 
-Each round, every sampled client k starts at the global weights w and runs E epochs of SGD on its own loss
-    F_k(w) = 1/n_k sum_i CE(f(x_i; w), y_i)                                        (Algorithm 1, ClientUpdate)
-and the server averages what comes back:  w <- sum_k n_k/n w_k, n the samples of the sampled clients.
+Each round, every sampled client k starts at the global weights w and runs E epochs of SGD on its
+loss
+    F_k(w) = 1/n_k sum_i CE(f(x_i; w), y_i)                              (Algorithm 1, ClientUpdate)
+and the server averages what comes back, n being the samples of the sampled clients:
+    w <- sum_k n_k/n w_k                                                               (Algorithm 1)
 
-State: none. Bytes per client and round: the model down, the model up. Batch-norm statistics are averaged with the weights.
-Momentum starts at zero every round (--persist-opt keeps it per client; the FedAlign code keeps it per worker thread, which
-is per client when there are as many threads). Short batches are trained on unless --drop-last is given, as in that code.
+State: none. Bytes per client and round: the model down, the model up. Batch-norm statistics are
+averaged with the weights. Momentum starts at zero every round (--persist-opt keeps it per client;
+the FedAlign code keeps it per worker thread, which is per client when there are as many threads).
+Short batches are trained on unless --drop-last is given, as in that code.
 
-FedAlign paper, Table 5, row FedAvg (52.9 +- 0.1):
-    python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last
+FedAlign paper, Table 5, row FedAvg: 52.9 +- 0.1. Not measured here yet.
+    python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
+        --epochs 20 --drop-last
 """
 
 import torch.nn.functional as F

@@ -1,19 +1,21 @@
 """GradAug: A New Regularization Method for Deep Neural Networks
 Yang, Zhu, Chen. NeurIPS 2020. https://arxiv.org/abs/2006.07989
 
-FedAvg with n narrow sub-networks that learn the full network's logits from images of another resolution:
-    L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(w_i)(T_i(x)))         (FedAlign paper, Eq. 2)
-the full network's logits are constants in the KL terms; one optimizer step on the sum of all gradients. T_i: resizing to a
-random resolution; w_1 = --min-width, the other widths uniform between it and 1, as in the authors' code; --widths paper: all
-are random, as in the paper's text. Batch norm in a sub-network uses the batch's own statistics.
+FedAvg with n narrow sub-networks that learn the full network's logits from images of another
+resolution (FedAlign paper):
+    L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(w_i)(T_i(x)))                   (Eq. 2)
+the full network's logits are constants in the KL terms; one optimizer step on the sum of all
+gradients. T_i: resizing to a random resolution; w_1 = --min-width, the other widths uniform between
+it and 1, as in the authors' code; --widths paper: all are random, as in the paper's text. Batch
+norm in a sub-network uses the batch's own statistics.
 
 State: none. Bytes per client and round: the model down, the model up.
-mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Sec. 4). Networks that flatten their feature maps are
-given images resized down and back up.
+mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Sec. 4). Networks that flatten
+their feature maps are given images resized down and back up.
 
-FedAlign paper, Table 5, row GradAug (n = 2), (57.0 +- 0.1):
-    python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last \\
-        --subnets 2 --mu 1.75
+FedAlign paper, Table 5, row GradAug (n = 2): 57.0 +- 0.1. Not measured here yet.
+    python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
+        --epochs 20 --drop-last --subnets 2 --mu 1.75
 """
 
 import functools
@@ -23,22 +25,23 @@ import torch.nn.functional as F
 
 import common
 
-
 MU = {1: 2.0, 2: 1.75, 3: 1.5, 4: 1.25}
 
 
 @functools.lru_cache(None)
 def same_channels(width, channels):
-    """The least width, in steps of 0.001, with the same channels in every layer: one CUDA graph serves all of them."""
+    """Return the least width, in steps of 0.001, with the same channels in every layer.
 
-    def sizes(w):
-        return [common.make_divisible(c, w) for c in channels]
-
-    return next((w / 1000 for w in range(1, 1001) if sizes(w / 1000) == sizes(width)), width)
+    One CUDA graph serves all widths for which it is the same."""
+    wanted = [common.make_divisible(c, width) for c in channels]
+    for thousandth in range(1, 1001):
+        if [common.make_divisible(c, thousandth / 1000) for c in channels] == wanted:
+            return thousandth / 1000
+    return width
 
 
 def draw_shapes(rng, steps, args, channels, resolutions):
-    """Of each step a tuple of (width, resolution), one a sub-network, the widest first."""
+    """Return of each step a tuple of (width, resolution), one a sub-network, the widest first."""
     shapes = []
     for _ in range(steps):
         widths = rng.uniform(args.min_width, 1, args.subnets).round(3)
@@ -49,31 +52,29 @@ def draw_shapes(rng, steps, args, channels, resolutions):
 
 
 def resize(x, resolution, back):
-    """x (batch, channels, size, size) bilinearly resized; back: to its own size again."""
+    """Return x, (batch, channels, size, size), bilinearly resized; back: to its own size again."""
     small = F.interpolate(x, (resolution,) * 2, mode="bilinear", align_corners=True)
-    return F.interpolate(small, x.shape[2:], mode="bilinear", align_corners=True) if back else small
+    if not back:
+        return small
+    return F.interpolate(small, x.shape[2:], mode="bilinear", align_corners=True)
+
+
+def widths_of(net):
+    """Return the different numbers of channels in net's layers, the classifier aside."""
+    layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    widths = {m.weight.shape[0] for m in layers if not isinstance(m, common.Classifier)}
+    return tuple(sorted(widths))
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    channels = tuple(
-        sorted(
-            {
-                m.weight.shape[0]
-                for m in net.modules()
-                if isinstance(m, (nn.Conv2d, nn.Linear)) and not isinstance(m, common.Classifier)
-            }
-        )
-    )
     size = worker.data.image_size
-    resolutions = args.resolutions or (
-        [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
-    )
+    eighths = [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
-        worker.shapes = draw_shapes(
-            worker.keyed("shapes"), len(worker.sizes), args, channels, resolutions
-        )
+        rng, steps = worker.rng("shapes"), len(worker.sizes)
+        resolutions = args.resolutions or eighths
+        worker.shapes = draw_shapes(rng, steps, args, widths_of(net), resolutions)
 
     def step(x, y):
         out = net(x)
@@ -81,10 +82,8 @@ def local_update(worker, client, server, args):
         if args.mu:
             teacher = out.detach().softmax(1)
             for width, resolution in worker.shape:
-                student = common.at_width(net, resize(x, resolution, back), width)
-                loss = loss + args.mu * F.kl_div(
-                    student.log_softmax(1), teacher, reduction="batchmean"
-                )
+                student = common.at_width(net, resize(x, resolution, back), width).log_softmax(1)
+                loss = loss + args.mu * F.kl_div(student, teacher, reduction="batchmean")  # Eq. 2
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -95,32 +94,12 @@ def local_update(worker, client, server, args):
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--subnets", type=common.number(int, 1), default=2, help="n, number of sub-networks"
-    )
-    parser.add_argument(
-        "--mu",
-        type=common.number(float, 0),
-        help="weight of each sub-network; 0 is FedAvg (default: by --subnets)",
-    )
-    parser.add_argument(
-        "--min-width",
-        type=common.number(float, 0, 1, open_low=True),
-        default=0.8,
-        help="least width of a sub-network",
-    )
-    parser.add_argument(
-        "--widths",
-        default="code",
-        choices=["code", "paper"],
-        help="code: one sub-network is always the narrowest; paper: all widths are random",
-    )
-    parser.add_argument(
-        "--resolutions",
-        type=common.integers(8),
-        metavar="PIXELS,...",
-        help="drawn from; without it 1, 7/8, 6/8, 5/8 of the size",
-    )
+    add, width = parser.add_argument, common.number(float, 0, 1, open_low=True)
+    add("--subnets", type=common.number(int, 1), default=2, help="n, number of sub-networks")
+    add("--mu", type=common.number(float, 0), help="of each; 0 is FedAvg (default: by --subnets)")
+    add("--min-width", type=width, default=0.8, help="least width of a sub-network")
+    add("--widths", default="code", choices=["code", "paper"], help="see above")
+    add("--resolutions", type=common.integers(8), metavar="PIXELS,...", help="default: by the size")
     args = parser.parse_args(argv)
     if args.mu is None:
         args.mu = MU.get(args.subnets, 1.0)

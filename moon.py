@@ -1,19 +1,22 @@
 """MOON: Model-Contrastive Federated Learning
 Li, He, Song. CVPR 2021. https://arxiv.org/abs/2103.16257
 
-FedAvg with a contrastive term that pulls a client's features z towards those of the global model, z_glob, and away from
-those of its own model of the last round it took part in, z_prev, on the same batch:
-    L = CE + mu l_con                                                              (Eq. 4)
-    l_con = -log[exp(cos(z, z_glob)/tau) / (exp(cos(z, z_glob)/tau) + exp(cos(z, z_prev)/tau))]     (Eq. 3)
-z: output of a projection head before the classifier, which works on it too. The term is 0 until a client has a last round.
+FedAvg with a contrastive term that pulls a client's features z towards those of the global model,
+z_glob, and away from those of its own model of the last round it took part in, z_prev, on the same
+batch:
+    L = CE + mu l_con                                                                        (Eq. 4)
+    l_con = -log[e^(cos(z, z_glob)/tau) / (e^(cos(z, z_glob)/tau) + e^(cos(z, z_prev)/tau))] (Eq. 3)
+z: output of a projection head before the classifier, which works on it too. The term is 0 until a
+client has a last round.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
-The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in train mode. One last model
-is kept, the MOON code's default; it can keep several.
-cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
+The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in
+train mode. One last model is kept, the MOON code's default; it can keep several. cnn and cnn-moon
+have the head built in, so --projection is 0 for them unless given.
 
-FedAlign paper, Table 5, row MOON (55.0 +- 0.5):
-    python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 --epochs 20 --drop-last --mu 1
+FedAlign paper, Table 5, row MOON: 55.0 +- 0.5. Not measured here yet.
+    python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
+        --epochs 20 --drop-last --mu 1
 """
 
 import torch.nn.functional as F
@@ -21,19 +24,17 @@ import torch.nn.functional as F
 import common
 
 
-def contrastive_loss(z, z_glob, z_prev, temperature):
+def contrastive_loss(z, z_glob, z_prev, tau):
     """Eq. 3, mean over the batch of features z, z_glob, z_prev, each (batch, width)."""
-    towards, away = (
-        F.cosine_similarity(z, z_glob) / temperature,
-        F.cosine_similarity(z, z_prev) / temperature,
-    )
+    towards = F.cosine_similarity(z, z_glob) / tau
+    away = F.cosine_similarity(z, z_prev) / tau
     return F.softplus(away - towards).mean()  # -log(e^t / (e^t + e^a)) = log(1 + e^(a - t))
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     prev = client.state.get("net")
-    known = worker.pin("known", float(prev is not None))  # 0 skips the term
+    has_prev = worker.pin("has_prev", float(prev is not None))  # 0 skips the term
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
 
     def step(x, y):
@@ -41,9 +42,8 @@ def local_update(worker, client, server, args):
         out = net[-1](z)
         loss = F.cross_entropy(out, y)
         if args.mu:
-            loss = loss + args.mu * known * contrastive_loss(
-                z, glob[:-1](x), prev[:-1](x), args.temperature
-            )
+            l_con = contrastive_loss(z, glob[:-1](x), prev[:-1](x), args.temperature)
+            loss = loss + args.mu * has_prev * l_con  # Eq. 4
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -56,15 +56,11 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     parser.set_defaults(projection=None)
+    positive = common.number(float, 0, open_low=True)
     parser.add_argument(
-        "--mu",
-        type=common.number(float, 0),
-        default=1.0,
-        help="weight of the contrastive term; 0 is FedAvg",
+        "--mu", type=common.number(float, 0), default=1.0, help="of the contrast; 0 is FedAvg"
     )
-    parser.add_argument(
-        "--temperature", type=common.number(float, 0, open_low=True), default=0.5, help="tau"
-    )
+    parser.add_argument("--temperature", type=positive, default=0.5, help="tau")
     args = parser.parse_args(argv)
     if args.projection is None:
         args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256

@@ -1,24 +1,26 @@
 """SCAFFOLD: Stochastic Controlled Averaging for Federated Learning
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. ICML 2020. https://arxiv.org/abs/1910.06378
 
-Control variates, c of the server and c_k of each client, correct every local step for the client's drift:
-    v <- v - lr (g(v) - c_k + c)                                                   (Eq. 3)
-    c_k+ = gradient of F_k at w                                     (option I)
-    c_k+ = c_k - c + (w - w_k) / (K lr), K local steps              (option II)    (Eq. 4)
-    server:  w <- w + server_lr sum_k alpha_k (w_k - w),   c <- c + 1/N sum_k (c_k+ - c_k)           (Eq. 5)
-with alpha_k = 1/|S| in the paper (--weighting uniform) and n_k/n by default, as in NIID-Bench.
-With momentum the correction goes after the optimizer's step, v <- v - lr (c - c_k), and stays out of its buffer
-(--correction step, NIID-Bench); or into the gradient (--correction gradient), and then K becomes the sum of the weights
-that momentum gives a gradient, (K - m (1 - m^K)/(1 - m)) / (1 - m) at momentum m (FedNTD's code), m^2 for Nesterov's. By
-default it is the gradient without momentum, and the step with it and with RMSProp. Batch-norm statistics are averaged and
-not corrected.
+Control variates, c of the server and c_k of each client, correct every local step for the client's
+drift:
+    v <- v - lr (g(v) - c_k + c)                                                             (Eq. 3)
+    c_k+ = gradient of F_k at w                                          (option I)
+    c_k+ = c_k - c + (w - w_k) / (K lr), K local steps                   (option II)         (Eq. 4)
+    server:  w <- w + server_lr sum_k alpha_k (w_k - w),   c <- c + 1/N sum_k (c_k+ - c_k)   (Eq. 5)
+with alpha_k = 1/|S| in the paper (--weighting uniform) and n_k/n by default, as in NIID-Bench. With
+momentum the correction goes after the optimizer's step, v <- v - lr (c - c_k), and stays out of its
+buffer (--correction step, NIID-Bench); or into the gradient (--correction gradient), and then K
+becomes the sum of the weights that momentum gives a gradient, (K - m (1 - m^K)/(1 - m)) / (1 - m)
+at momentum m (FedNTD's code), m^2 for Nesterov's. By default it is the gradient without momentum,
+and the step with it and with RMSProp. Batch-norm statistics are averaged and not corrected.
 
-State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the model and c_k+ - c_k up.
-The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it are FedAvg's.
+State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the
+model and c_k+ - c_k up. The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it
+are FedAvg's.
 
-FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD:
-    python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 --epochs 10 --batch-size 128 \\
-        --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
+FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD. Not measured here yet.
+    python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\
+        --epochs 10 --batch-size 128 --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
 """
 
 import torch
@@ -28,14 +30,16 @@ import common
 
 
 def effective_steps(steps, momentum, nesterov):
-    """What the gradients of so many SGD steps weigh in the sum of the updates, over lr: steps without momentum."""
+    """Return what the gradients of so many SGD steps weigh in the sum of the updates, over lr."""
     first = momentum**2 if nesterov else momentum
     return (steps - first * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
 def gradient(net, batches, samples):
-    """Gradient of the mean cross-entropy over the batches, a list like net.parameters(). Batch norm uses the statistics of
-    the batches, as in training, and leaves the running ones alone."""
+    """Return the gradient of the mean cross-entropy over the batches, a list like net.parameters().
+
+    Batch norm uses the statistics of the batches, as in training, and leaves the running ones
+    alone."""
     total = [torch.zeros_like(p) for p in net.parameters()]
     for x, y in batches:
         out = common.at_width(net, x, 1.0) if common.has_batch_norm(net) else net(x)
@@ -45,33 +49,21 @@ def gradient(net, batches, samples):
 
 
 @torch.no_grad()
-def aggregate(net, uploads, server, args):
+def aggregate(net, received, server, args):
     """FedAvg's server step, and c <- c + 1/N sum_k (c_k+ - c_k)."""
+    common.average(net, received, server, args)
     c = server.setdefault("c", [torch.zeros_like(p) for p in net.parameters()])
-    c = [v.clone() for v in c]  # workers read the old one while uploads come in
-
-    def summed():
-        for upload in uploads:
-            torch._foreach_add_(c, upload.message["dc"], alpha=1 / args.clients)
-            yield upload
-
-    common.average(net, summed(), server, args)
-    server["c"] = c
+    torch._foreach_add_(c, received.sums["dc"], alpha=1 / args.clients)  # Eq. 5
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     params = list(net.parameters())
     zeros = [torch.zeros_like(p) for p in params]
-    c = worker.pin("c", client.download(server.get("c", zeros)))
-    c_k = worker.pin("c_k", client.state.get("c") or zeros)
+    c = client.download(server.get("c", zeros))
+    c_k = worker.pin("c_k", client.state.get("c", zeros))
+    correction = worker.pin("correction", torch._foreach_sub(c, c_k))
     w = worker.pin("w", params)
-    in_gradient = (
-        args.correction == "gradient"
-        or args.correction == "auto"
-        and not args.momentum
-        and args.optimizer == "sgd"
-    )
     if args.option == 1:
         c_new = gradient(net, worker.batches(client), len(client))
 
@@ -80,45 +72,39 @@ def local_update(worker, client, server, args):
         loss = F.cross_entropy(out, y)
         opt.zero_grad()
         loss.backward()
-        if in_gradient:
-            for p, a, b in zip(params, c, c_k):
-                p.grad.add_(a - b)
+        if args.correction == "gradient":
+            torch._foreach_add_([p.grad for p in params], correction)  # Eq. 3
         opt.step()
-        if not in_gradient:
+        if args.correction == "step":
             with torch.no_grad():
-                for p, a, b in zip(params, c, c_k):
-                    p.sub_((a - b) * opt.param_groups[0]["lr"])
+                lr = opt.param_groups[0]["lr"]
+                torch._foreach_sub_(params, torch._foreach_mul(correction, lr))
         return loss
 
     yield step
     steps = max(1, len(worker.sizes))
-    if in_gradient:
+    if args.correction == "gradient":
         steps = effective_steps(steps, args.momentum, args.nesterov)
     with torch.no_grad():
         if not worker.sizes:  # --drop-last left it nothing to train on
-            c_new = list(c_k)
-        elif args.option == 2:
-            c_new = [
-                b - a + (w_ - p) / (steps * worker.lr) for p, w_, a, b in zip(params, w, c, c_k)
-            ]
+            c_new = c_k
+        elif args.option == 2:  # Eq. 4
+            c_new = torch._foreach_div(torch._foreach_sub(w, params), steps * worker.lr)
+            torch._foreach_sub_(c_new, correction)
+        client.sum("dc", torch._foreach_sub(c_new, c_k))
         client.state["c"] = c_new
-        return {"dc": [new - b for new, b in zip(c_new, c_k)]}
 
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
+    places = ["auto", "step", "gradient"]
     parser.add_argument("--option", type=int, default=2, choices=[1, 2], help="how c_k is renewed")
-    parser.add_argument(
-        "--correction",
-        default="auto",
-        choices=["auto", "step", "gradient"],
-        help="where the correction goes",
-    )
+    parser.add_argument("--correction", default="auto", choices=places, help="where it goes")
     args = parser.parse_args(argv)
+    if args.correction == "auto":
+        args.correction = "step" if args.momentum or args.optimizer != "sgd" else "gradient"
     if args.correction == "gradient" and args.momentum and args.persist_opt:
-        parser.error(
-            "argument --persist-opt: --correction gradient needs momentum to start at zero; use --correction step"
-        )
+        parser.error("argument --persist-opt: with momentum only for --correction step")
     return run(args, local_update, aggregate)
 
 

@@ -1,0 +1,1 @@
+"""Data sets and networks that not every run needs; common.extra() loads them when asked for."""

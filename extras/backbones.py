@@ -1,0 +1,143 @@
+"""The small networks of FedMLB's appendix, with GroupNorm of two groups.
+
+Their exact shapes are those of the authors' later repository (FedACG). Each function takes the
+channels and the size of the images and returns the blocks, [(name, module), ...], and the width of
+the features, as common.NETS wants it."""
+
+import torch.nn as nn
+
+from common import Concat, Head, Residual, global_pool, he_init
+
+
+class Bypass(nn.Module):
+    """branch(x) + x."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return self.branch(x) + x
+
+
+def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
+    """Return the list of a convolution with bias, GroupNorm and activation (None: without).
+
+    options: of nn.Conv2d; the padding keeps the size of the map if they do not name one."""
+    options.setdefault("padding", size // 2)
+    layers = [nn.Conv2d(inputs, outputs, size, **options), nn.GroupNorm(2, outputs)]
+    if activation:
+        layers.append(activation())
+    return layers
+
+
+def vgg9(channels, size):
+    """VGG-9 with GroupNorm."""
+    widths = (channels, 32, 64, 128, 128, 256, 256)
+    blocks = []
+    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:]), 1):
+        layers = _layer(inputs, outputs, 3)
+        nn.init.zeros_(layers[0].bias)
+        if i in (3, 5):
+            layers.insert(0, nn.MaxPool2d(2))
+        blocks.append((f"conv{i}", nn.Sequential(*layers)))
+    head = Head(
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(4096, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+    )
+    return he_init([*blocks, ("head", head)], 512)
+
+
+def mobilenet(channels, size):
+    """MobileNetV2 with GroupNorm, for 32x32 images: a 1x1 stem, strides of 2 in stages 2, 3, 4."""
+    blocks = [
+        ("stem", nn.Sequential(*_layer(channels, 32, 1, nn.ReLU6, padding=1))),
+        ("stage1", _mobile_stage(1, 32, 16, 1, expansion=1)),
+        ("stage2", _mobile_stage(2, 16, 24, 2)),
+        ("stage3", _mobile_stage(3, 24, 32, 2)),
+        ("stage4", _mobile_stage(4, 32, 64, 2)),
+        ("stage5", _mobile_stage(3, 64, 96, 1)),
+        ("stage6", _mobile_stage(3, 96, 160, 1)),
+    ]
+    last = _mobile_stage(1, 160, 320, 1)
+    head = Head(*last, *_layer(320, 1280, 1, nn.ReLU6))
+    return [*blocks, ("head", head), global_pool()], 1280
+
+
+def _mobile_stage(repeats, inputs, outputs, stride, expansion=6):
+    """Return a stage of MobileNetV2: repeats units, of which the first has the stride."""
+    units = [_mobile_unit(inputs, outputs, stride, expansion)]
+    for _ in range(repeats - 1):
+        units.append(_mobile_unit(outputs, outputs, 1, expansion))
+    return nn.Sequential(*units)
+
+
+def _mobile_unit(inputs, outputs, stride, expansion):
+    """Return an inverted residual block: wider by expansion within, with depthwise convolution."""
+    width = inputs * expansion
+    branch = nn.Sequential(
+        *_layer(inputs, width, 1, nn.ReLU6),
+        *_layer(width, width, 3, nn.ReLU6, stride=stride, groups=width),
+        *_layer(width, outputs, 1, None),
+    )
+    return Bypass(branch) if stride == 1 and inputs == outputs else branch
+
+
+def shufflenet(channels, size):
+    """ShuffleNet (version 1) of three groups, with GroupNorm."""
+    blocks = [("stem", nn.Sequential(*_layer(channels, 24, 3)))]
+    inputs = 24
+    for i, (depth, outputs) in enumerate([(4, 240), (8, 480), (4, 960)], 2):
+        units = [_shuffle_unit(inputs, outputs)]
+        for _ in range(depth - 1):
+            units.append(_shuffle_unit(outputs, outputs))
+        blocks.append((f"stage{i}", nn.Sequential(*units)))
+        inputs = outputs
+    return [*blocks, global_pool()], 960
+
+
+def _shuffle_unit(inputs, outputs):
+    """Return a unit of ShuffleNet.
+
+    The first of a stage is wider, halves the resolution and puts its input beside the branch."""
+    first = inputs != outputs
+    middle = outputs // 4
+    branch = nn.Sequential(
+        *_layer(inputs, middle, 1, groups=3),
+        nn.ChannelShuffle(3),
+        *_layer(middle, middle, 3, None, stride=2 if first else 1, groups=middle),
+        *_layer(middle, outputs - inputs if first else outputs, 1, None, groups=3),
+    )
+    if first:
+        return nn.Sequential(Concat([nn.AvgPool2d(3, 2, 1), branch]), nn.ReLU())
+    return Residual(branch, nn.Identity())
+
+
+def squeezenet(channels, size):
+    """SqueezeNet with GroupNorm and bypasses around every other fire module.
+
+    Its last 1x1 convolution, averaged over all positions, is the classifier on averaged
+    features."""
+    blocks = [("stem", nn.Sequential(*_layer(channels, 96, 3), nn.MaxPool2d(2)))]
+    inputs = 96
+    for i, squeeze in enumerate((16, 16, 32, 32, 48, 48, 64, 64), 2):
+        module = _fire(inputs, squeeze, 8 * squeeze)
+        if i in (4, 8):
+            module = nn.Sequential(module, nn.MaxPool2d(2))
+        elif i == 9:
+            module = Head(*module)
+        blocks.append((f"fire{i}", module))
+        inputs = 8 * squeeze
+    return [*blocks, global_pool()], 512
+
+
+def _fire(inputs, squeeze, outputs):
+    """Return a fire module: a 1x1 convolution to squeeze channels, then a 1x1 beside a 3x3."""
+    expand = Concat([nn.Sequential(*_layer(squeeze, outputs // 2, k)) for k in (1, 3)])
+    module = nn.Sequential(*_layer(inputs, squeeze, 1), expand)
+    return Bypass(module) if inputs == outputs and outputs < 512 else module

@@ -1,0 +1,171 @@
+"""Images in files: decoding, the cache of what was decoded, and folders of images."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common import Data, UserError, save
+
+
+def load(args):
+    """Return the data set of --dataset folder."""
+    return folder(pathlib.Path(args.data_dir), args.image_size)
+
+
+def folder(root, image_size=None):
+    """Return the images under root in torchvision's ImageFolder layout, decoded once.
+
+    root: a path that holds train/CLASS/* and test/CLASS/* (or val/CLASS/*). image_size: pixels of a
+    side to which they are resized; without it all must be of one size. UserError where folders or
+    classes are missing or an image is damaged."""
+    from torchvision.datasets import ImageFolder
+
+    parts = []
+    for names in (("train",), ("test", "val")):
+        paths = [root / name for name in names if (root / name).is_dir()]
+        if not paths:
+            raise UserError(
+                f"--data-dir {root}: no folder {' or '.join(names)} in it; "
+                "--dataset folder reads train/CLASS/* and test/CLASS/*"
+            )
+        try:
+            parts.append(ImageFolder(paths[0]))
+        except OSError as e:
+            raise UserError(f"--data-dir {root}: {e}") from None
+    train, test = parts
+    if train.classes != test.classes:
+        names = sorted(set(train.classes) ^ set(test.classes))
+        raise UserError(
+            f"--data-dir {root}: train and test hold different classes; "
+            f"class {names[0]!r} is in one of them only"
+        )
+    return load_images(root, train.samples, test.samples, len(train.classes), image_size)
+
+
+def load_images(root, train, test, classes, image_size=None, statistics=(None, None)):
+    """Return the data set of two lists of (path, label), decoded once and kept in root.
+
+    image_size: pixels of a side, None for as they are. statistics: mean and std of Data."""
+    paths = [path for path, _ in (*train, *test)]
+
+    def read():
+        x, x_test = decode_images(paths, _scaling(image_size)).split([len(train), len(test)])
+        y = torch.tensor([label for _, label in train])
+        y_test = torch.tensor([label for _, label in test])
+        return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
+
+    tensors = read_cached(root, paths, image_size, read)
+    return Data(**tensors, classes=classes, mean=statistics[0], std=statistics[1])
+
+
+def _scaling(size):
+    """Return a function that scales a Pillow image to size x size pixels; None for no size."""
+    from PIL import Image
+
+    if not size:
+        return None
+    return lambda image: image.resize((size, size), Image.Resampling.BILINEAR)
+
+
+def read_cached(root, paths, key, read):
+    """Return what read() makes of the files at paths, a dict of tensors, and keep it in root.
+
+    The file root/.cache-*.pt is named after key and every file's name, size and time of change, so
+    that it is made again when one of them changes."""
+    files = []
+    for path in paths:
+        stat = os.stat(path)
+        files.append((os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns))
+    digest = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
+    cache = root / f".cache-{digest}.pt"
+    if cache.exists():
+        with contextlib.suppress(Exception):  # a damaged cache is made again
+            return torch.load(cache, weights_only=True)
+    tensors = read()
+    try:
+        for old in root.glob(".cache-*.pt"):
+            old.unlink()
+        save(tensors, cache)
+    except OSError as e:
+        print(
+            f"what was read from {root} is not cached, so the next start reads it again: {e}",
+            file=sys.stderr,
+        )
+    return tensors
+
+
+def read_text(path):
+    """Return the text of a UTF-8 file; UserError names the line of a byte that is not UTF-8."""
+    raw = path.read_bytes()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}, line {raw[: e.start].count(10) + 1}: not UTF-8") from None
+
+
+@contextlib.contextmanager
+def _image_file(path):
+    """Yield a file's Pillow image; UserError if it cannot be read or has over 8 bits a channel."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            if image.mode[0] in "IF":
+                raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
+            yield image
+    except UserError:
+        raise
+    except Exception as e:  # Pillow raises many kinds for a damaged file
+        raise UserError(f"{path}: not a readable image ({e})") from None
+
+
+def open_image(path, mode):
+    """Return an image file as a Pillow image, mode "L" or "RGB". UserError if it is damaged."""
+    with _image_file(path) as image:
+        return image.convert(mode)
+
+
+def _image_mode(path):
+    """Return the mode in which an image file is to be read: "L" if it is grey, else "RGB"."""
+    with _image_file(path) as image:
+        return "L" if image.mode in ("1", "L") else "RGB"
+
+
+def decode_images(paths, resize=None, mode=None):
+    """Return image files as one uint8 tensor (n, channels, height, width).
+
+    resize: a function of a Pillow image, such as one that scales it, or None. mode: "L" or "RGB";
+    None: "L" if all images are grey. UserError for a damaged image or one of another size."""
+
+    def read(path):
+        image = open_image(path, mode)
+        return resize(image) if resize else image
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        mode = mode or ("RGB" if "RGB" in pool.map(_image_mode, paths) else "L")
+    first = read(paths[0])
+    channels, height, width = len(mode), first.height, first.width
+
+    def pixels(path):
+        image = read(path)
+        if (image.height, image.width) != (height, width):
+            raise UserError(
+                f"{path}: {image.width}x{image.height} pixels where {paths[0]} has "
+                f"{width}x{height}; --image-size makes them all one size"
+            )
+        return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
+
+    x = np.empty((len(paths), channels, height, width), np.uint8)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        images = pool.map(pixels, paths)
+        images = tqdm(images, "decoding images", len(paths), leave=False, disable=None)
+        for i, image in enumerate(images):
+            x[i] = image
+    return torch.from_numpy(x)

@@ -1,0 +1,179 @@
+"""Partitions that ask who made a sample, or are read from a file, and the clients' test samples."""
+
+import ast
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+
+import common
+from common import UserError, indices_by_owner, keyed
+
+
+def split(data, args):
+    """Return the parts of --partition natural, natural-iid or file: a list of int64 arrays."""
+    if args.partition == "file":
+        return file_partition(args.split_file, len(data.y), args.clients)
+    if data.writers is None:
+        raise UserError(
+            f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
+            "sample; femnist, sent140 and glyphs do"
+        )
+    deal = natural_partition if args.partition == "natural" else natural_iid_partition
+    return deal(data.writers, args.clients, args.data_seed, args.users)
+
+
+def natural_groups(writers, clients, seed, users=None):
+    """Return the writers of each client, a list of arrays.
+
+    users writers (None: as many as clients) are chosen at random and dealt out in random order, as
+    evenly as can be. writers: (n,) who made each sample. UserError when there are fewer writers."""
+    names = np.unique(writers)
+    users = users or clients
+    if users > len(names):
+        flag = "users" if users > clients else "clients"
+        raise UserError(f"--{flag} {users}: the data set has {len(names)} writers")
+    return np.array_split(keyed("natural", seed).choice(names, users, replace=False), clients)
+
+
+def natural_partition(writers, clients, seed, users=None):
+    """Return each client's samples where a client is a writer or, with users, a group of writers.
+
+    The samples of writers that are not chosen are left out; see natural_groups."""
+    return _indices_by_writer(natural_groups(writers, clients, seed, users), writers)
+
+
+def natural_iid_partition(writers, clients, seed, users=None):
+    """Return the samples of natural_partition, dealt at random.
+
+    These are rFedAvg's IID rows of FEMNIST and Sent140."""
+    samples = np.sort(np.concatenate(natural_partition(writers, clients, seed, users)))
+    return [samples[part] for part in common.iid_partition(samples, clients, seed)]
+
+
+def _indices_by_writer(groups, writers):
+    """Return the samples of each group of writers, a list of ascending index arrays.
+
+    groups: a list of arrays of writers; writers: (n,) who made each sample, numbers from 0 on."""
+    names = np.concatenate(groups)
+    owner = np.full(1 + max(names.max(), writers.max()), len(groups))  # of each writer
+    owner[names] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    return indices_by_owner(owner[writers], len(groups))
+
+
+def file_partition(path, samples, clients):
+    """Return a partition read from a file.
+
+    The file holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
+    (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client."""
+    try:
+        parts = _read_split(path)
+        if len(parts) != clients:
+            raise ValueError(
+                f"has {len(parts)} clients, not {clients}; pass --clients {len(parts)}"
+            )
+        _check_split(parts, samples)
+    except ValueError as e:
+        raise UserError(f"--split-file {path}: {e}") from None
+    return [np.array(part, np.int64) for part in parts]
+
+
+def _read_split(path):
+    """Return the lists of a split file, in order of their clients; ValueError if it has none."""
+    try:
+        text = pathlib.Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot be read ({e})") from None
+    try:
+        split = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            split = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            raise ValueError("neither JSON nor a Python literal") from None
+    if isinstance(split, dict):
+        if not all(str(k).isdecimal() for k in split):
+            raise ValueError("must name its clients by numbers")
+        split = [split[k] for k in sorted(split, key=int)]
+    lists = isinstance(split, (list, tuple))
+    if not lists or not all(isinstance(part, (list, tuple, set)) for part in split):
+        raise ValueError("must map each client to a list of indices")
+    return [list(part) for part in split]
+
+
+def _check_split(parts, samples):
+    """Raise ValueError unless each index from 0 to samples - 1 is in exactly one part, once."""
+    owner = np.full(samples, -1)
+    for k, part in enumerate(parts):
+        if not all(type(i) is int and 0 <= i < samples for i in part):
+            raise ValueError(
+                f"client {k} has an index that is not an integer from 0 to {samples - 1}"
+            )
+        if len(set(part)) < len(part) or (owner[part] >= 0).any():
+            raise ValueError(f"client {k} has an index that was given before")
+        owner[part] = k
+    missing = np.flatnonzero(owner < 0)
+    if len(missing):
+        raise ValueError(
+            f"leaves out {len(missing)} of {samples} samples, the first of them {missing[0]}"
+        )
+
+
+def with_test_writers(data, args):
+    """Return data with the test samples of the writers that take part alone."""
+    groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
+    writers = np.concatenate(groups)
+    index = np.flatnonzero(np.isin(data.writers_test, writers))
+    if len(index) == 0:
+        raise UserError(f"--users: the {len(writers)} chosen have no test sample; choose more")
+    return dataclasses.replace(
+        data,
+        x_test=data.x_test[index],
+        y_test=data.y_test[index],
+        writers_test=data.writers_test[index],
+    )
+
+
+def client_test_indices(data, parts, args):
+    """Return the clients' test indices, a list of int64 arrays, for --client-test.
+
+    With --partition natural those of their writers' test samples; else the same share of each class
+    as of its training samples, drawn at random. A client may have none; UserError if all have none.
+    parts: the clients' training indices."""
+    if args.partition == "natural":
+        groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
+        tests = _indices_by_writer(groups, data.writers_test)
+    else:
+        labels = data.y_test.numpy()
+        rng = keyed("client-test", args.data_seed)
+        owner = np.full(len(labels), len(parts))
+        for label, counts in enumerate(label_counts(data, parts).T):
+            if not counts.any():  # no client has the class
+                continue
+            index = rng.permutation(np.flatnonzero(labels == label))
+            ends = np.round(counts.cumsum() / counts.sum() * len(index)).astype(np.int64)
+            owner[index] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
+        tests = indices_by_owner(owner, len(parts))
+    if not any(map(len, tests)):
+        raise UserError("--client-test: no test sample is of a class that a client has")
+    return tests
+
+
+def label_counts(data, parts):
+    """Return the training samples of each client and class, (clients, classes)."""
+    return np.stack([np.bincount(data.y.numpy()[part], minlength=data.classes) for part in parts])
+
+
+def client_summary(hits, tests):
+    """Return readings of the clients' accuracies (%), over those that have test samples.
+
+    hits: (test samples,) right or wrong; tests: the test indices of each client. Worst, best, 10th
+    percentile and population variance."""
+    values = [100 * hits[test].mean() for test in tests if len(test)]
+    return {
+        "client_acc_worst": min(values),
+        "client_acc_best": max(values),
+        "client_acc_p10": float(np.percentile(values, 10)),
+        "client_acc_var": float(np.var(values)),
+    }

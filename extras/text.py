@@ -1,0 +1,283 @@
+"""Text: Sentiment140 by user, its words and their vectors, and rFedAvg's LSTM."""
+
+import csv
+import itertools
+import pathlib
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import common
+from common import UserError
+
+# --------------------------------------------------------------------------------------------------
+# Sentiment140
+# --------------------------------------------------------------------------------------------------
+
+
+def load(args):
+    """Return the data set args.dataset, sent140, from its folder under args.data_dir."""
+    return sent140(pathlib.Path(args.data_dir) / "sent140", args)
+
+
+def sent140(root, args, vocabulary=3000):
+    """Return Sentiment140 (Go et al., 2009) by user, as rFedAvg's authors but for their leak.
+
+    root holds the public CSV or LEAF's JSON shards. A tenth of the CSV, drawn at random, is the
+    test set. With --partition natural and natural-iid it is the tweets of the --users most active
+    users, each of whom keeps one for training at least. Words are the most frequent ones of the
+    training tweets, vocabulary - 2 at most. With --leak (the authors') the test tweets are trained
+    on too. UserError for missing or damaged files, and for too few tweets."""
+    y, text, users, test = _read(root)
+    if args.partition in common.NATURAL:
+        index = _most_active(users, test, args.users or args.clients)
+        y = y[index]
+        text = [text[i] for i in index]
+        users = [users[i] for i in index]
+        test = None if test is None else test[index]
+    if test is None:
+        test = _divide(users, args)
+    if test.all() or not test.any():
+        raise UserError(f"{root}: {len(y)} tweets are too few to train and to test on")
+    x, words = _encode(text, ~test, vocabulary)
+    x = torch.from_numpy(x)
+    y = torch.from_numpy(y)
+    writers = np.unique(users, return_inverse=True)[1]
+    train = np.ones(len(y), bool) if args.leak else ~test
+    return common.Data(
+        x[train],
+        y[train],
+        x[test],
+        y[test],
+        2,
+        writers=writers[train],
+        writers_test=writers[test],
+        words=words,
+    )
+
+
+def _read(root):
+    """Return labels (n,), a list of texts, a list of users, and which tweets are test ones.
+
+    The last is (n,) bool, or None where the files do not say (the CSV)."""
+    advice = (
+        "unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
+        f"training.1600000.processed.noemoticon.csv into {root}"
+    )
+    paths = sorted(root.glob("*.csv"))
+    if len(paths) > 1:
+        raise UserError(f"{root}: {len(paths)} CSV files, where one is read; {advice}")
+    if paths:
+        return *_read_csv(paths[0]), None
+    if (root / "train").is_dir():
+        return _read_leaf(root, advice)
+    raise UserError(f"{root}: no *.csv in it; {advice}")
+
+
+def _read_csv(path):
+    """Return labels (n,), 1 for polarity 4, texts and users of the public CSV.
+
+    Its columns are polarity (0 or 4), id, date, query, user and text."""
+    y, text, users = [], [], []
+    # as published, with stray bytes of other encodings
+    with open(path, encoding="latin-1", newline="") as f:
+        rows = csv.reader(f, strict=True)
+        while True:
+            try:
+                row = next(rows, None)
+            except csv.Error as e:
+                raise UserError(f"{path}, line {rows.line_num}: {e}") from None
+            if row is None:
+                return np.array(y, np.int64), text, users
+            if len(row) != 6 or row[0] not in ("0", "4"):
+                raise UserError(
+                    f"{path}, line {rows.line_num}: not polarity (0 or 4), id, date, query, user, "
+                    f"text: {len(row)} columns, the first {row[0][:20] if row else ''!r}"
+                )
+            y.append(row[0] == "4")
+            text.append(row[5])
+            users.append(row[4])
+
+
+def _read_leaf(root, advice):
+    """Return labels, texts, users and which tweets are test ones, of LEAF's shards."""
+    readers = common.extra("readers", "--dataset sent140 as LEAF's shards")
+    x, y, x_test, y_test, users, users_test = readers.read_leaf(root, _leaf_tweets, advice)
+    test = np.arange(len(y) + len(y_test)) >= len(y)
+    users = np.concatenate([users, users_test]).tolist()
+    return np.concatenate([y, y_test]), [*x, *x_test], users, test
+
+
+def _leaf_tweets(x, y):
+    """Return the texts and labels of a user's lists, as arrays.
+
+    An item of x is [id, date, query, user, text, ...]; ValueError for anything else."""
+    y = np.array([{"0": 0, "1": 1, "4": 1}.get(str(label), -1) for label in y], np.int64)
+    if (y < 0).any() or not all(len(tweet) >= 5 and isinstance(tweet[4], str) for tweet in x):
+        raise ValueError("a tweet is not [id, date, query, user, text], or its label not 0 or 1")
+    return np.array([tweet[4] for tweet in x], object), y
+
+
+def _most_active(users, test, count):
+    """Return the indices of the tweets of the count users with the most tweets.
+
+    users: of each tweet. test: which tweets are test ones, and do not count; None: all count."""
+    tweets = Counter(users if test is None else itertools.compress(users, ~test))
+    names = sorted(tweets, key=lambda user: (-tweets[user], user))[:count]
+    names = set(names)
+    return [i for i, user in enumerate(users) if user in names]
+
+
+def _divide(users, args):
+    """Return which tweets are test ones, (n,) bool: a tenth, drawn at random by --data-seed.
+
+    With --partition natural and natural-iid a user's first tweet is for training if no other is."""
+    n = len(users)
+    test = np.ones(n, bool)
+    test[common.keyed("sent140", args.data_seed).permutation(n)[: int(0.9 * n)]] = False
+    if args.partition in common.NATURAL:
+        _, first, user = np.unique(users, return_index=True, return_inverse=True)
+        counts = np.bincount(user[~test], minlength=len(first))  # training tweets of each user
+        test[first[counts == 0]] = False
+    return test
+
+
+def _encode(text, train, vocabulary):
+    """Return texts as numbers of words, (n, steps) int16, and the list of the words 2, 3, ...
+
+    0 is padding, 1 any word outside of the vocabulary - 2 most frequent ones of the training tweets
+    (equally frequent ones in alphabetical order). train: which tweets are training ones."""
+    text = [tokens(line) for line in tqdm(text, "finding words", leave=False, disable=None)]
+    counts = Counter(word for i in np.flatnonzero(train) for word in text[i])
+    words = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
+    number = {word: i for i, word in enumerate(words, 2)}
+    x = np.zeros((len(text), max(1, max(map(len, text)))), np.int16)
+    for row, line in zip(x, text):
+        row[: len(line)] = [number.get(word, 1) for word in line]
+    return x, words
+
+
+def tokens(text):
+    """Return the lower-case words and marks of a text, by the rules of torchtext's basic_english.
+
+    The marks .,()!?' are words; ":; and <br /> are not."""
+    text = text.lower().replace('"', "")
+    text = re.sub(r"[:;]|<br />", " ", text)
+    return re.sub(r"([.,()!?'])", r" \1 ", text).split()
+
+
+# --------------------------------------------------------------------------------------------------
+# Word vectors
+# --------------------------------------------------------------------------------------------------
+
+
+def word_vectors(source, words, seed=0):
+    """Return the vectors of padding, of all other words and of words: (2 + len(words), width).
+
+    source: a text file as GloVe's, a word and its numbers on each line; what it lacks is zero. Or
+    "random": N(0, 0.4^2), 300 wide, drawn by seed. UserError for a damaged file, or one that holds
+    none of the words."""
+    if source == "random":
+        rng = common.keyed("vectors", seed)
+        vectors = rng.normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
+        vectors[0] = 0
+        return torch.from_numpy(vectors)
+    row = {word: i for i, word in enumerate(words, 2)}
+    vectors = None
+    matches = 0
+    try:
+        for word, numbers in _vector_lines(source, row):
+            if vectors is None:
+                vectors = np.zeros((len(words) + 2, len(numbers)), np.float32)
+            vectors[row[word]] = numbers
+            matches += 1
+    except OSError as e:
+        raise UserError(f"--vectors {source}: cannot be read ({e.strerror})") from None
+    if not matches:
+        raise UserError(f"--vectors {source}: holds none of the {len(words)} words of the data set")
+    return torch.from_numpy(vectors)
+
+
+def _vector_lines(path, words):
+    """Yield (word, numbers) of each line of a file of vectors whose word is in words.
+
+    numbers: (width,) float32; the first line says the width. UserError names a damaged line."""
+    with open(path, "rb") as f:
+        lines = tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines")
+        width = None
+        for i, line in enumerate(lines, 1):
+            width = line.count(b" ") if width is None else width
+            try:
+                word, *numbers = line.decode().rstrip().rsplit(" ", width)
+                if len(numbers) != width or not width or not word:
+                    raise ValueError(
+                        f"a word and {max(1, width)} numbers are wanted, {len(numbers)} are there"
+                    )
+                if word not in words:
+                    continue
+                numbers = np.array(numbers, np.float32)
+                if not np.isfinite(numbers).all():
+                    raise ValueError("a number is not finite")
+            except ValueError as e:  # of decoding too
+                raise UserError(f"--vectors {path}, line {i}: {e}") from None
+            yield word, numbers
+
+
+# --------------------------------------------------------------------------------------------------
+# The network
+# --------------------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """Look up the vectors of words, which are not trained.
+
+    (batch, steps) numbers of words -> (batch, steps, width + 1), whose last channel is 1 for a word
+    and 0 for padding, number 0."""
+
+    def __init__(self, words, width):
+        super().__init__()
+        self.register_buffer("vectors", torch.zeros(words, width))
+
+    def forward(self, x):
+        if x.is_floating_point():
+            raise UserError(
+                "--model lstm reads words, which a method cannot mix or resize as it does images"
+            )
+        mask = (x != 0).unsqueeze(2).to(self.vectors)
+        return torch.cat([F.embedding(x.int(), self.vectors), mask], 2)
+
+
+class Recurrent(nn.Module):
+    """An LSTM layer on (batch, steps, inputs + 1), whose last channel is 0 where there is padding.
+
+    The output is (batch, steps, width + 1), 0 at padding and with the same last channel; with last
+    it is the output at the last word alone, (batch, width)."""
+
+    def __init__(self, inputs, width, last):
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, width, batch_first=True)
+        self.last = last
+
+    def train(self, mode=True):
+        """Stay in training mode: it computes the same, and cuDNN's backward pass needs it."""
+        return super().train()
+
+    def forward(self, x):
+        mask = x[:, :, -1:]  # (batch, steps, 1)
+        h = self.lstm(x[:, :, :-1])[0] * mask
+        if not self.last:
+            return torch.cat([h, mask], 2)
+        step = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (batch, 1, 1)
+        return h.gather(1, step.expand(-1, -1, h.shape[2])).squeeze(1)
+
+
+def lstm(words, width):
+    """The two-layer LSTM of rFedAvg for text, on the vectors, width wide, of so many words."""
+    embedding = Embedding(words, width)
+    first = nn.Sequential(embedding, Recurrent(width, 256, last=False))
+    return [("lstm1", first), ("lstm2", Recurrent(256, 256, last=True))], 256
