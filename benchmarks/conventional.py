@@ -1,8 +1,11 @@
-"""fedavg.py against the usual way to write federated averaging, on the same data, network and clients: a PIL image and a chain
-of torchvision transforms per sample, a DataLoader a client, a deep copy of the model and a new optimizer a client, all clients
-one after the other, and an average of their state_dicts, key by key. Both take turns; one line a repeat, then medians and the
-ratio, then the same as JSON. A repeat is one round, to train and aggregate, after a warm-up that is not measured; of the
-conventional loop it is one for each number of loading processes, of which the fastest counts. Takes fedavg.py's flags:
+"""Compare fedavg.py with the usual way to write federated averaging.
+
+The usual way is a PIL image and a chain of torchvision transforms per sample, a DataLoader a
+client, a deep copy of the model and a new optimizer a client, all clients one after the other, and
+an average of their state_dicts, key by key; here on the same data, network and clients. Both take
+turns. Prints a line a repeat, then medians and the ratio, then the same as JSON. A repeat is one
+round, to train and aggregate, after a warm-up that is not measured; of the conventional loop it is
+one for each number of loading processes, of which the fastest counts. Takes fedavg.py's flags:
 
     python benchmarks/conventional.py
     python benchmarks/conventional.py --model resnet56 --device cuda --loaders 0,4,8
@@ -22,24 +25,35 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
 import bare_loop  # noqa: E402
 
+# flags of fedavg.py that the conventional loop does not implement
+NOT_IMPLEMENTED = [
+    "precision",
+    "clip",
+    "optimizer",
+    "local_steps",
+    "drop_last",
+    "weighting",
+    "server",
+    "persist_opt",
+]
+
 
 class Images(Dataset):
-    """What torchvision's CIFAR data sets do: each sample of an array becomes a PIL image and goes through transforms."""
+    """A data set that makes each sample a PIL image and transforms it, as torchvision's CIFAR."""
 
     def __init__(self, data, augment):
         from torchvision import transforms
 
         size = data.x.shape[-1]
-        chain = (
-            [transforms.RandomCrop(size, padding=common.PAD), transforms.RandomHorizontalFlip()]
-            if augment
-            else []
-        )
-        mean, std = data.mean.flatten().tolist(), data.std.flatten().tolist()
-        self.transform = transforms.Compose(
-            [*chain, transforms.ToTensor(), transforms.Normalize(mean, std)]
-        )
-        self.x, self.y = data.x.permute(0, 2, 3, 1).contiguous().numpy(), data.y.tolist()
+        mean = data.mean.flatten().tolist()
+        std = data.std.flatten().tolist()
+        steps = [transforms.ToTensor(), transforms.Normalize(mean, std)]
+        if augment:
+            crop = transforms.RandomCrop(size, padding=common.PAD)
+            steps = [crop, transforms.RandomHorizontalFlip(), *steps]
+        self.transform = transforms.Compose(steps)
+        self.x = data.x.permute(0, 2, 3, 1).contiguous().numpy()
+        self.y = data.y.tolist()
 
     def __len__(self):
         return len(self.y)
@@ -51,33 +65,23 @@ class Images(Dataset):
 
 
 def conventional_round(net, images, parts, args, loaders):
-    """One round of the usual loop from the global network net, in place; returns its training samples."""
-    device, local, samples = torch.device(args.device), [], 0
+    """Train and average one round of the usual loop from the global network net, in place.
+
+    parts: the training indices of each client. loaders: processes of a DataLoader. Returns the
+    number of training samples.
+    """
+    local = []
+    samples = 0
     for part in parts:
         model = copy.deepcopy(net).train()
-        opt = torch.optim.SGD(
-            model.parameters(),
-            args.lr,
-            args.momentum,
-            weight_decay=args.weight_decay,
-            nesterov=args.nesterov,
-        )
         loader = DataLoader(
             Subset(images, part.tolist()),
             args.batch_size,
             shuffle=True,
             num_workers=loaders,
-            pin_memory=device.type == "cuda",
+            pin_memory=args.device != "cpu",
         )
-        for _ in range(args.epochs):
-            for x, y in loader:
-                x, y = x.to(device), y.to(device)
-                opt.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                opt.step()
-                loss.item()  # for the log
-                samples += len(y)
+        samples += train_client(model, loader, args)
         local.append((len(part), copy.deepcopy(model.state_dict())))
     total = sum(n for n, _ in local)
     net.load_state_dict(
@@ -86,23 +90,40 @@ def conventional_round(net, images, parts, args, loaders):
     return samples
 
 
+def train_client(model, loader, args):
+    """Train model on the batches of loader, --epochs times; return the number of samples."""
+    device = torch.device(args.device)
+    opt = bare_loop.plain_sgd(model, args)
+    samples = 0
+    for _ in range(args.epochs):
+        for x, y in loader:
+            x = x.to(device)
+            y = y.to(device)
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+            loss.item()  # for the log
+            samples += len(y)
+    return samples
+
+
 def clients(data, args):
-    """Training indices of the clients that take part in a round."""
+    """Return the training indices of the clients that take part in a round."""
     return common.partition(data, args)[: common.sampled_clients(args)]
 
 
 def conventional(args, data, loaders):
-    """Samples/s of a round with that many loading processes, after a warm-up; precision and cuDNN as torch sets them."""
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = (
-        "ieee",
-        "tf32",
-    )
+    """Return the samples/s of a round with that many loading processes, after a warm-up.
+
+    Precision and cuDNN are as torch sets them.
+    """
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = False
-    torch.manual_seed(args.seed)
-    net = common.build_net(
-        args.model, data.classes, data.x.shape[1], data.x.shape[-1], args.projection
-    ).to(args.device)
-    images, parts = Images(data, args.augment != "none"), clients(data, args)
+    net = bare_loop.new_net(args, data)
+    images = Images(data, args.augment != "none")
+    parts = clients(data, args)
     conventional_round(net, images, parts[:1], args, loaders)
     start = time.perf_counter()
     samples = conventional_round(net, images, parts, args, loaders)
@@ -111,14 +132,9 @@ def conventional(args, data, loaders):
     return samples / (time.perf_counter() - start)
 
 
-def main(argv=None):
-    parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--samples",
-        type=common.number(int, 100),
-        default=20_000,
-        help="training images of all clients",
-    )
+def parse_flags(argv):
+    """Return the flags of argv; exits for those that the conventional loop does not implement."""
+    parser = bare_loop.make_parser(__doc__, __file__)
     parser.add_argument(
         "--loaders",
         type=common.integers(0),
@@ -126,32 +142,27 @@ def main(argv=None):
         metavar="N,...",
         help="numbers of loading processes of a DataLoader to try",
     )
-    parser.add_argument(
-        "--repeats", type=common.number(int, 1), default=3, help="times that each loop is measured"
-    )
-    parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1)
+    bare_loop.add_repeats(parser, 3)
     args = parser.parse_args(argv)
-    plain = parser.parse_args([])
-    for flag in (
-        "precision",
-        "clip",
-        "optimizer",
-        "local_steps",
-        "drop_last",
-        "weighting",
-        "server",
-        "persist_opt",
-    ):
-        if getattr(args, flag) != getattr(plain, flag):
+    defaults = parser.parse_args([])
+    for flag in NOT_IMPLEMENTED:
+        if getattr(args, flag) != getattr(defaults, flag):
             parser.error(f"argument --{flag.replace('_', '-')}: not in the conventional loop")
-    data, figures, best = bare_loop.random_images(args), [], []
+    return args
+
+
+def main(argv=None):
+    """Measure both loops in turns, and print what they reach."""
+    args = parse_flags(argv)
+    data = bare_loop.random_images(args)
+    figures, fastest = [], []
     print("conventional  fedavg.py   samples/s")
     for _ in range(args.repeats):
-        tried = {loaders: conventional(args, data, loaders) for loaders in args.loaders}
-        best.append(max(tried, key=tried.get))
-        figures.append((tried[best[-1]], bare_loop.federated(args, data)[0]))
+        speeds = {loaders: conventional(args, data, loaders) for loaders in args.loaders}
+        fastest.append(max(speeds, key=speeds.get))
+        figures.append((speeds[fastest[-1]], bare_loop.federated(args, data)[0]))
         print("{:12,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
-    bare_loop.summarise(args, "conventional", figures, loaders=statistics.mode(best))
+    bare_loop.summarise(args, "conventional", figures, loaders=statistics.mode(fastest))
 
 
 if __name__ == "__main__":

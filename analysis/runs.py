@@ -1,0 +1,271 @@
+"""Open finished runs, call a method's script without training, and keep results beside a run.
+
+This is what the analyses share. An analysis of a run reads the folder that a method's script wrote,
+and writes NAME.json, NAME.npz and NAME-KEY.pdf into it, never over a file that exists.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.nn as nn
+from tqdm import tqdm
+
+import common
+
+ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
+FONTS = {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}  # type that journals accept
+
+
+# --- flags of an analysis
+
+
+def file_name(text):
+    """Return text if it can name the files of an analysis; an argparse type."""
+    if not text or "/" in text or "\\" in text:
+        raise argparse.ArgumentTypeError(
+            f"takes a name without slashes, for files in the run folder, not {text!r}"
+        )
+    return text
+
+
+def add_run_flags(parser, name):
+    """Add --device, --data-dir and --name, whose default is name, to the parser of an analysis."""
+    parser.add_argument(
+        "--device", type=common.device_name, default="auto", help="auto, cpu, cuda or cuda:N"
+    )
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="where the data are, if they have moved since the run"
+    )
+    parser.add_argument(
+        "--name", type=file_name, default=name, help="of the files written to the run folder"
+    )
+
+
+# --- calling a method's script
+
+
+class MethodCall(NamedTuple):
+    """What a script hands to common.run(): its parsed flags and its callbacks."""
+
+    args: argparse.Namespace
+    method: common.Method
+
+
+def method_call(script, argv=()):
+    """Return the MethodCall of `python SCRIPT.py argv`, without training.
+
+    Raises UserError if script (a name without .py) is no method's, or does not take the flags.
+    """
+    if not script.isidentifier() or not (ROOT / f"{script}.py").is_file():
+        raise common.UserError(f"{script}.py: no such script beside common.py")
+    module = importlib.import_module(script)
+    if not hasattr(module, "local_update"):
+        raise common.UserError(f"{script}.py: not the script of a method")
+
+    def record(args, local_update, aggregate=None, after_round=None, adapt=None):
+        aggregate = aggregate or common.average
+        return MethodCall(args, common.Method(local_update, aggregate, after_round, adapt))
+
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return module.main(list(argv), run=record)
+    except SystemExit:
+        reason = message.getvalue().partition("error: ")[2]
+        raise common.UserError(f"{script}.py: {reason}") from None
+
+
+# --- finished runs
+
+
+@dataclasses.dataclass
+class FinishedRun:
+    """A finished run, opened for analysis.
+
+    parts: the training indices of each client. net: the global network with the weights of
+    model.pt, in eval mode. rows: those of metrics.jsonl.
+    """
+
+    path: pathlib.Path
+    script: str
+    args: argparse.Namespace
+    data: common.Data
+    parts: list
+    net: nn.Module
+    rows: list
+
+    @property
+    def clients(self):
+        """The ids of the clients of the last round."""
+        return self.rows[-1]["clients"]
+
+    @property
+    def title(self):
+        """A line above pictures: script, data set, model."""
+        return f"{self.script}, {self.args.dataset}, {self.args.model}"
+
+    def client_net(self, client):
+        """Return the network of a client (its id) at the end of the last round.
+
+        Raises UserError if the run has not kept it.
+        """
+        path = self.path / "clients" / f"{client}.pt"
+        if path.exists():
+            return self.load_net(path)
+        if client in self.clients:
+            raise common.UserError(
+                f"{path}: missing; the client models of the last round are kept by runs with "
+                "--save-clients"
+            )
+        raise common.UserError(
+            f"{path}: client {client} was not in the last round, which had "
+            f"{', '.join(map(str, self.clients))}"
+        )
+
+    def load_net(self, path):
+        """Return a copy of the network with the weights of a file.
+
+        Raises UserError for another network's weights, and for weights that are not finite.
+        """
+        net = common.copy_net(self.net)
+        try:
+            net.load_state_dict(common.load(path, "model"))
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            ellipsis = "..." if len(reason) > 200 else ""
+            raise common.UserError(
+                f"{path}: not the weights of this run's network, {self.args.model} with "
+                f"{self.data.classes} classes ({reason[:200]}{ellipsis})"
+            ) from None
+        if not all(v.isfinite().all() for v in net.state_dict().values() if v.is_floating_point()):
+            raise common.UserError(f"{path}: holds NaN or infinity")
+        return net
+
+
+def open_run(path, device="auto", data_dir=None):
+    """Return the FinishedRun in the folder path.
+
+    Its data, partition and network are made anew from its recorded flags, in fp32. device and
+    data_dir replace the run's own, the latter unless None. Raises UserError for a folder that is
+    no finished run, or holds files that are not its own.
+    """
+    path = pathlib.Path(path)
+    config = common.read_config(path, "")
+    if not (path / "model.pt").exists():
+        raise common.UserError(
+            f"{path / 'model.pt'}: missing; the run has not finished "
+            f"(--out {path} --resume continues it)"
+        )
+    words = [*config["argv"], f"--device={device}", "--precision=fp32"]
+    if data_dir:
+        words.append(f"--data-dir={data_dir}")
+    try:
+        call = method_call(config["script"], words)
+    except common.UserError as error:
+        raise common.UserError(f"{path / 'config.json'}: {error}") from None
+    rows = read_rows(path / "metrics.jsonl")
+    torch_device = common.set_up_device(call.args)
+    data = common.load_data(call.args)
+    parts = common.partition(data, call.args)
+    data = data.to(torch_device)
+    net = common.prepare_net(data, call.args, call.method.adapt)
+    run = FinishedRun(path, config["script"], call.args, data, parts, net, rows)
+    run.net = run.load_net(path / "model.pt")
+    return run
+
+
+def read_rows(path):
+    """Return the rows of a metrics.jsonl; UserError if the last lacks what analyses read."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        numbers = [rows[-1][key] for key in ("round", "test_acc", "best_acc")]
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise TypeError
+        if not all(type(client) is int for client in rows[-1]["clients"]):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise common.UserError(f"{path}: missing or damaged") from None
+    return rows
+
+
+# --- results
+
+
+@dataclasses.dataclass
+class Analysis:
+    """What an analysis writes to a run folder.
+
+    result: for NAME.json. arrays: {key: array} for NAME.npz. pictures: {key: function} for
+    NAME-KEY.pdf; a function of matplotlib.pyplot returns the figure.
+    """
+
+    result: dict[str, Any]
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    pictures: dict[str, Callable] = dataclasses.field(default_factory=dict)
+
+
+def check_new(path, name, picture_keys=()):
+    """Raise UserError if the run folder path has a file of an analysis of that name.
+
+    picture_keys: the keys of all pictures that the analysis may draw.
+    """
+    for file in (f"{name}.json", f"{name}.npz", *(f"{name}-{key}.pdf" for key in picture_keys)):
+        if (pathlib.Path(path) / file).exists():
+            raise common.UserError(
+                f"{pathlib.Path(path) / file}: exists already; give this analysis another --name"
+            )
+
+
+def keep_analysis(path, name, analysis):
+    """Write an Analysis to the run folder path, and print the names of the files.
+
+    Pictures come last, since they may fail; they are left out, with a line, where matplotlib is
+    not installed.
+    """
+    path = pathlib.Path(path)
+    if analysis.arrays:
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **analysis.arrays)
+        _write(path / f"{name}.npz", buffer.getvalue())
+    _write(path / f"{name}.json", (json.dumps(analysis.result, indent=1) + "\n").encode())
+    pyplot = _pyplot() if analysis.pictures else None
+    if analysis.pictures and not pyplot:
+        tqdm.write(f"{path}: no pictures, which need matplotlib (pip install matplotlib)")
+        return
+    for key, draw in analysis.pictures.items():
+        _write(path / f"{name}-{key}.pdf", _as_pdf(pyplot, draw))
+
+
+def _write(path, content):
+    common.write_atomically(path, content)
+    tqdm.write(f"wrote {path}")
+
+
+def _pyplot():
+    """Return matplotlib.pyplot, without a display, or None where it is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return None
+    return pyplot
+
+
+def _as_pdf(pyplot, draw):
+    """Return the bytes of a PDF of the figure that draw(pyplot) returns."""
+    buffer = io.BytesIO()
+    with pyplot.rc_context(FONTS):
+        figure = draw(pyplot)
+        figure.savefig(buffer, format="pdf", bbox_inches="tight")
+        pyplot.close(figure)
+    return buffer.getvalue()

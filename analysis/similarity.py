@@ -1,0 +1,187 @@
+"""Compare the layers of local and global models: FedCKA (Son et al., 2021), Fig. 2.
+
+    python -m analysis.similarity RUN
+
+Linear CKA between the activations of the global model and of each client's model after the last
+round, on the whole test set, for each of fedcka.py's layers. The Gram matrices of the test set
+would not fit into memory, so the three HSICs of
+    CKA = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)),  K = A A', L = B B'
+are means over minibatches of the unbiased estimator (Nguyen, Raghu, Kornblith, ICLR 2021), whose
+expectation does not depend on the size of a batch. fedcka.py's own CKA (Eq. 3, biased) is higher,
+the more so the smaller the batch.
+
+RUN must have been made with --save-clients. Results go to RUN/similarity.json, the picture to
+RUN/similarity-layers.pdf.
+"""
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import common
+import fedcka
+from analysis import runs
+
+BATCH = 500  # test samples whose Gram matrices are in memory at once
+LEAST_SAMPLES = 4  # of which the unbiased HSIC has an estimate
+
+
+# --- similarity
+
+
+def hsic(gram_a, gram_b):
+    """Return the unbiased HSIC of two Gram matrices, (n, n) each, n > 3 (Song et al., JMLR 2012).
+
+    Diagonals play no part.
+    """
+    n = len(gram_a)
+    a = gram_a - torch.diag(gram_a.diagonal())
+    b = gram_b - torch.diag(gram_b.diagonal())
+    return (
+        (a * b).sum()
+        + a.sum() * b.sum() / ((n - 1) * (n - 2))
+        - 2 / (n - 2) * (a.sum(0) @ b.sum(0))
+    ) / (n * (n - 3))
+
+
+def gram(h):
+    """Return h h' in float64, (n, n), of activations h, (n, ...), less their mean over n.
+
+    No estimate depends on the mean; without it fewer digits cancel.
+    """
+    h = h.flatten(1)
+    h = h - h.mean(0)
+    return (h @ h.T).double()
+
+
+def layer_grams(net, x):
+    """Yield the Gram matrix, (n, n), of the output of each of fedcka.layers(net) for inputs x."""
+    h = x
+    for layer in fedcka.layers(net):
+        h = layer(h)
+        yield gram(h)
+
+
+def batch_hsics(net, others, x):
+    """Return HSIC(K, L), HSIC(K, K), HSIC(L, L) on inputs x, (others, layers, 3).
+
+    K is of net's layers, L of the same layers of each of others.
+    """
+    # the only Gram matrices that stay in memory
+    references = [(k, hsic(k, k)) for k in layer_grams(net, x)]
+    rows = []
+    for other in others:
+        pairs = zip(references, layer_grams(other, x))
+        rows.append(
+            torch.stack([torch.stack([hsic(k, m), kk, hsic(m, m)]) for (k, kk), m in pairs])
+        )
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def layer_similarities(net, others, batches):
+    """Return the linear CKA of each layer of net with the same layer of others, (others, layers).
+
+    batches: an iterable of inputs; those of fewer than four samples, of no estimate, are left out.
+    Each batch weighs as many as its samples.
+    """
+    total = 0
+    for x in batches:
+        if len(x) >= LEAST_SAMPLES:
+            total = total + len(x) * batch_hsics(net, others, x)
+    cross, a, b = total.unbind(2)  # (others, layers) each
+    return (cross / (a * b).clamp(min=1e-300).sqrt()).cpu().numpy()
+
+
+def layer_names(net):
+    """Return a name for each of fedcka.layers(net): stem, stage1.1, stage1.2, ..., classifier."""
+    names = []
+    for name, block in net.named_children():
+        inner = fedcka.layers(torch.nn.Sequential(block))
+        if len(inner) == 1 and inner[0] is block:
+            names.append(name)
+        else:
+            names += [f"{name}.{i + 1}" for i in range(len(inner))]
+    return names
+
+
+# --- the command
+
+
+def draw(plt, result, title):
+    """Return a figure of the mean over clients by layer, with a thin line for each client."""
+    names = result["layers"]
+    values = np.array(result["linear_cka"])
+    figure, axes = plt.subplots(figsize=(max(4, 0.28 * len(names) + 1.5), 3))
+    for line in values:
+        axes.plot(line, color="#999999", linewidth=0.7)
+    axes.plot([], [], color="#999999", linewidth=0.7, label=f"each of {len(values)} clients")
+    axes.plot(values.mean(0), "o-", color="#0072b2", markersize=4, label="mean")
+    axes.set(xlabel="layer, from the input", ylabel="linear CKA with the global model", title=title)
+    axes.set_ylim(min(0.0, values.min()), 1.02)
+    crowded = len(names) > 8
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        rotation=90 if crowded else 30,
+        ha="center" if crowded else "right",
+    )
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="best", frameon=False)
+    return figure
+
+
+def batches_of_test_set(data):
+    """Yield the inputs of the test set in batches, with a progress bar."""
+    for x in tqdm(data.x_test.split(BATCH), "test set", disable=None):
+        yield common.channels_last(data.normalise(x))
+
+
+def analyse(run):
+    """Return the Analysis of a FinishedRun; UserError if its test set is too small for CKA."""
+    client_nets = [run.client_net(k) for k in run.clients]
+    samples = len(run.data.x_test)
+    if samples < LEAST_SAMPLES:
+        raise common.UserError(
+            f"{run.path}: its test set has {samples} samples, and CKA needs at least "
+            f"{LEAST_SAMPLES}"
+        )
+    values = layer_similarities(run.net, client_nets, batches_of_test_set(run.data))
+    result = {
+        "script": run.script,
+        "layers": layer_names(run.net),
+        "clients": run.clients,
+        "linear_cka": values.tolist(),
+        "mean": values.mean(0).tolist(),
+        "test_samples": samples,
+    }
+    return runs.Analysis(result, pictures={"layers": lambda plt: draw(plt, result, run.title)})
+
+
+def show(result):
+    """Print a line for each layer."""
+    width = max(map(len, result["layers"]))
+    for name, column in zip(result["layers"], np.transpose(result["linear_cka"])):
+        print(
+            f"{name:{width}}  {column.mean():.4f}  "
+            f"(clients {column.min():.4f} to {column.max():.4f})"
+        )
+
+
+def main(argv=None):
+    """Compare the layers of a run's models, write the results to its folder and print them."""
+    parser = common.PlainParser(__doc__, prog="analysis/similarity.py")
+    parser.add_argument(
+        "run", metavar="RUN", help="folder of a finished run made with --save-clients"
+    )
+    runs.add_run_flags(parser, "similarity")
+    args = parser.parse_args(argv)
+    with common.one_line_errors("analysis/similarity", advice="use --device cpu"):
+        runs.check_new(args.run, args.name, ("layers",))
+        analysis = analyse(runs.open_run(args.run, args.device, args.data_dir))
+        runs.keep_analysis(args.run, args.name, analysis)
+        show(analysis.result)
+
+
+if __name__ == "__main__":
+    main()
