@@ -1,0 +1,418 @@
+"""Runs side by side, beside the published numbers, as tables and curves
+
+Runs that differ in nothing but the seed (and in the machine's flags) are one row. The columns:
+    n            finished seeds; without any, the runs that were cut or still go, at the last round
+                 that all of them have
+    last, best   accuracy (%) of the global model on the whole test set, in the last round and in
+                 the best one
+    EMA          exponential moving average with factor 0.9, bias-corrected (FedMLB's figure);
+                 --at: at these rounds
+    last five    mean of the last five evaluations; their deviation: population standard deviation
+                 (rFedAvg's figures)
+    to T%        first round whose EMA is at least T (--target); 1000+: not within the 1000 rounds
+    worst client accuracy of the worst client in the last round, where it was measured
+                 (--client-test; its n, if fewer)
+    s/round      median seconds of a round, aggregation and evaluation included
+    MB/round     sent and received by all clients
+    (x)          seconds and MB relative to fedavg.py with the same data, network and federation,
+                 seconds where the machine, --workers, --precision, --graph and --eval-every are the
+                 same too
+    delta bytes  of rFedAvg's deltas, down and up, a client and round
+a +- b: mean and sample standard deviation (n - 1) over the seeds. A last table sets the published
+numbers beside runs whose flags are those of a paper's cell (published.csv, cells.py), with
+lambda_max, H_T, H_N and H_D where hessian_eval.py has been there. A mean over cells not all of
+which are there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
+FedAlign's and FedCKA's tables report is not stated: last and best are both given. Their times are
+compared as ratios to FedAvg's, FedCKA's by the time in training.
+
+    python -m reproduce.compare runs/fedalign-1/* runs/fedalign-5/*
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import pathlib
+import sys
+
+import common
+from reproduce import plot
+from reproduce.figures import Mean, means, show_figure
+from reproduce.published import published_lines
+from reproduce.rows import shared_setting, table_rows
+from reproduce.runs import MACHINE_FLAGS, baseline, comparable, group_runs, hardware_of, read_runs
+
+MARKS = "<!-- results -->\n", "<!-- end of results -->\n"  # what --into writes between
+CSV_COLUMNS = [
+    "setting",
+    "method",
+    "figure",
+    "n",
+    "measured",
+    "std",
+    "rounds",
+    "not reached",
+    "hardware",
+    "paper",
+    "table",
+    "published",
+    "published_std",
+    "difference",
+]
+
+
+def warn(line):
+    print(f"reproduce.compare: {line}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------
+
+
+def render(lines, markdown):
+    """Return dicts with the same keys as a table; columns without content are left out."""
+    columns = [c for c in lines[0] if any(line[c] not in ("", "-") for line in lines)]
+    cells = [columns]
+    for line in lines:
+        cells.append([str(line[column]) for column in columns])
+    if markdown:
+        escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+        head, *body = ["| " + " | ".join(row) + " |" for row in escaped]
+        return "\n".join([head, "|" + "---|" * len(columns), *body])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in cells]
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def main_table(groups, names, at, targets):
+    """Return the table of all rows, as (lines for the eye, lines for the CSV)."""
+    columns = [
+        "last",
+        "best",
+        "EMA",
+        *(f"EMA@{number}" for number in at),
+        "last five",
+        "their deviation",
+        *(f"to {target:g}%" for target in targets),
+        "worst client",
+        "s/round",
+        "MB/round",
+        "delta bytes",
+    ]
+    lines = []
+    tidy = []
+    for row in table_rows(groups, names):
+        measured = means(row.group, at, targets)
+        line = {"setting": row.setting, "method": row.method, "n": row.group.count()}
+        for column in columns:
+            mean = measured.get(column)
+            line[column] = show_figure(column, mean, row.group) if mean else "-"
+        for column, ratio in cost_ratios(row.group, groups, measured).items():
+            line[column] += f" ({ratio:.2f}x)"
+        lines.append({**line, "hardware": hardware_of(row.group)})
+        tidy += tidy_lines(row, measured)
+    return lines, tidy
+
+
+def cost_ratios(group, groups, measured):
+    """Return seconds and bytes of a round over those of FedAvg in the same setting."""
+    base = baseline(group, groups)
+    plain = means(base) if base else {}
+    ratios = {}
+    for column in ("s/round", "MB/round"):
+        compares = base and (column == "MB/round" or comparable(base, group))
+        if compares and plain[column].mean:
+            ratios[column] = measured[column].mean / plain[column].mean
+    return ratios
+
+
+def tidy_lines(row, measured):
+    """Return a line for the CSV of each Mean of a Row."""
+    return [
+        {
+            "setting": row.setting,
+            "method": row.method,
+            "figure": name,
+            "n": mean.n,
+            "measured": mean.mean,
+            "std": mean.std,
+            "rounds": row.group.rounds,
+            "not reached": mean.missed if name.startswith("to ") else None,
+            "hardware": hardware_of(row.group),
+        }
+        for name, mean in measured.items()
+    ]
+
+
+def pooled_table(groups, flag, at):
+    """Return the means over the groups that differ in a flag only, as lines for the eye.
+
+    Lists, as of pathways, are pooled by their length. Raises UserError for a run without the flag.
+    """
+    pools = {}
+    for group in groups:
+        if flag not in group.flags:
+            raise common.UserError(f"argument --over: {group.runs[0].path} has no flag {flag}")
+        others = json.loads(group.runs[0].key[1])
+        others.pop(flag, None)
+        key = group.script, json.dumps(others, sort_keys=True), pool_of(group.flags[flag])
+        pools.setdefault(key, []).append(group)
+    lines = []
+    for (script, _, pool), members in pools.items():
+        each = [means(group, at) for group in members]
+        seeds = ", ".join(sorted({group.count() for group in members}))
+        n = f"{len(members)} rows of n = {seeds}"
+        line = {"method": script, f"number of {flag}": pool, "n": n}
+        for column in ("last", "best", "EMA", *(f"EMA@{number}" for number in at)):
+            line[column] = Mean.of([measured[column].mean for measured in each]).show()
+        lines.append({**line, "hardware": hardware_of(*members)})
+    return lines
+
+
+def pool_of(value):
+    """Return what values of a flag have in common that are pooled: the length of lists."""
+    if isinstance(value, list):
+        return len(value)
+    return "all" if value is None else "any"
+
+
+def footnote(groups, lines):
+    """Return what the numbers are, and of which versions; lines: of the published table."""
+    runs = [run for group in groups for run in group.runs]
+    commits = sorted({short_commit(run.commit) for run in runs})
+    versions = ", ".join(sorted({run.torch for run in runs}))
+    text = "Accuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1"
+    if any(line.measured.figure.startswith("mean of last five") for line in lines):
+        text += "; with the mean of last five their population standard deviation"
+    return f"{text}; torch {versions}, commit {', '.join(commits)}."
+
+
+def short_commit(commit):
+    return commit[:7] + ("+" if commit.endswith("+") else "")
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
+# --------------------------------------------------------------------------------------------------
+
+
+def report(folders, args, names=None, wanted=None):
+    """Print the tables of run folders, write the CSV and the picture.
+
+    args: of add_flags(); names: as for table_rows(); wanted: {(paper, table), ...} whose published
+    numbers are shown, all if there are none. Returns how many folders were damaged. Raises
+    UserError if there is no run to show.
+    """
+    records, damaged = read_runs(folders, warn)
+    groups = group_runs(records, warn)
+    if not groups and damaged:
+        return damaged
+    if not groups:
+        raise common.UserError("no run with a finished round to compare")
+    args.x = checked_x(args.x, [group.flags for group in groups])
+    at = args.at or []
+    over = args.over and args.over.lstrip("-").replace("-", "_")
+    pooled = pooled_table(groups, over, at) if over else []
+    lines, tidy = main_table(groups, names, at, args.target or [])
+    published = published_lines(groups, wanted)
+    parts = [
+        ("", lines),
+        (f"\nMean +- sample standard deviation over the rows that differ in {over}:\n\n", pooled),
+        ("\nBeside the published numbers:\n\n", [line.shown() for line in published]),
+    ]
+    print(f"All rows: {shared_setting(groups)}\n")
+    for title, table in parts:
+        if table:
+            print(title + render(table, args.markdown))
+    print(f"\n{footnote(groups, published)}")
+    if args.csv:
+        write_csv(args.csv, tidy + [line.tidy() for line in published])
+    if args.plot:
+        draw(groups, names, args)
+    return damaged
+
+
+def write_csv(path, lines):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    common.write_atomically(path, text.getvalue().encode())
+
+
+def draw(groups, names, args):
+    """Write the picture of what has been measured, and tell what has not."""
+    curves = args.x in plot.CURVE_AXES
+    complete = [group for group in groups if curves or group.complete]
+    cut = len(groups) - len(complete)
+    if cut:
+        warn(f"{cut} of {len(groups)} rows are of runs that were cut, and are not drawn")
+    asked = args.y or (["accuracy", "train_loss"] if curves else ["accuracy"])
+    drawn = [quantity for quantity in asked if plot.measured_in(complete, quantity)]
+    missing = [quantity for quantity in asked if quantity not in drawn]
+    if complete and missing:
+        warn(f"{', '.join(missing)}: not measured in these runs, and not drawn")
+    if drawn:
+        plot.Picture(complete, names, args.x, drawn).write(args.plot)
+
+
+def replace_section(path, make):
+    """Put what make() prints between the MARKS in a file, unless make() returns that runs failed.
+
+    Raises UserError, before anything is made, if the marks are not there.
+    """
+    try:
+        before, begin, rest = path.read_text().partition(MARKS[0])
+    except (OSError, UnicodeDecodeError) as e:
+        raise common.UserError(f"argument --into: {path} cannot be read ({e})") from None
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        begin, end = map(str.strip, MARKS)
+        raise common.UserError(f"argument --into: {path} has no line {begin} with {end} behind it")
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        damaged = make()
+    if not damaged:
+        mode = path.stat().st_mode
+        page = f"{before}{begin}\n{text.getvalue()}\n{end}{after}"
+        common.write_atomically(path.resolve(), page.encode())
+        path.chmod(mode)
+    return damaged
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+
+def add_flags(parser):
+    """Add the flags that `python -m reproduce` takes too."""
+    add = parser.add_argument
+    add("--markdown", action="store_true", help="print Markdown tables")
+    add("--csv", metavar="FILE", help="also write all numbers, one a line")
+    add(
+        "--at",
+        type=common.integers(1),
+        metavar="ROUND,...",
+        help="columns for the EMA at these rounds",
+    )
+    add(
+        "--target",
+        type=percentages,
+        metavar="PERCENT,...",
+        help="columns for the first round whose EMA gets there",
+    )
+    add(
+        "--over",
+        metavar="FLAG",
+        help="a further table, averaged over a flag: pathways, for FedMLB's Table 6",
+    )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw curves, mean and a band of one deviation over seeds (.png, .pdf, .svg)",
+    )
+    add(
+        "--x",
+        metavar="NAME",
+        help="what is drawn against: rounds (if not said), seconds or bytes, as curves; or of the "
+        "last round a flag (lam, clients), s/round or MB/round",
+    )
+    add(
+        "--y",
+        type=quantities,
+        metavar="LIST",
+        help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, "
+        "worst (client's accuracy); if not said accuracy,train_loss, or accuracy against a flag",
+    )
+
+
+def percentages(text):
+    """An argparse type: numbers from 0 to 100, separated by commas."""
+    return [common.number(float, 0, 100)(word) for word in text.split(",")]
+
+
+def quantities(text):
+    """An argparse type: names of what can be drawn, separated by commas."""
+    names = text.split(",")
+    if not set(names) <= {*plot.QUANTITIES}:
+        raise argparse.ArgumentTypeError(
+            f"takes a list of accuracy, ema, train_loss, test_loss and worst, not {text[:40]!r}"
+        )
+    return names
+
+
+def check_outputs(args):
+    """Raise UserError, before any work, for a --csv or --plot that could not be written.
+
+    Nor may it overwrite anything.
+    """
+    if args.csv and args.plot:
+        if pathlib.Path(args.csv).absolute() == pathlib.Path(args.plot).absolute():
+            raise common.UserError(f"argument --plot: {args.plot} is the file of --csv")
+    if args.csv:
+        check_new_file("--csv", pathlib.Path(args.csv))
+    if args.plot:
+        check_new_file("--plot", pathlib.Path(args.plot))
+        plot.check_format(args.plot)
+
+
+def check_new_file(flag, path):
+    """Raise UserError if path exists, is inside a run folder or in a folder that is not there."""
+    if path.exists():
+        raise common.UserError(f"argument {flag}: {path} exists already; name another file")
+    for folder in path.absolute().parents:
+        if (folder / "config.json").exists():
+            raise common.UserError(
+                f"argument {flag}: {path} is inside the run folder {folder}; name a file elsewhere"
+            )
+    if not path.absolute().parent.is_dir():
+        raise common.UserError(f"argument {flag}: {path}: there is no folder {path.parent}")
+
+
+def checked_x(x, flags):
+    """Return --x as it is in the flags of runs, a list of dicts; rounds if it was not given.
+
+    Raises UserError if it is none of its names, nor a flag that decides any of the runs.
+    """
+    x = x or "rounds"
+    if x in plot.X_NAMES:
+        return x
+    x = x.lstrip("-").replace("-", "_")
+    decides = x not in MACHINE_FLAGS | {"seed"}
+    if not decides or all(values.get(x) is None for values in flags):
+        raise common.UserError(
+            f"argument --x: {x} is no flag that decides these runs; it takes rounds, seconds, "
+            "bytes, s/round, MB/round or a flag"
+        )
+    return x
+
+
+def main(argv=None):
+    parser = common.PlainParser(__doc__, prog="reproduce.compare")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--into",
+        metavar="FILE",
+        type=pathlib.Path,
+        help=f"put the tables as Markdown into FILE, between {MARKS[0].strip()} and "
+        f"{MARKS[1].strip()}",
+    )
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        check_outputs(args)
+        if args.into:
+            args.markdown = True
+            folders = sorted(map(pathlib.Path, args.runs))  # in one order, whatever the shell's
+            damaged = replace_section(args.into, lambda: report(folders, args))
+        else:
+            damaged = report(args.runs, args)
+    except (common.UserError, OSError) as e:
+        parser.error(" ".join(str(e).split()))
+    raise SystemExit(2 if damaged else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Run folders, read from config.json and metrics.jsonl alone, and groups of runs, a row each."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import types
+
+import common
+
+# Flags that may differ among the runs of a row: they do not decide the result, or only to rounding.
+MACHINE_FLAGS = common.FREE_ON_RESUME - {"rounds"} | {
+    "device",
+    "workers",
+    "graph",
+    "deterministic",
+    "client_test",
+}
+# Flags that make the setting; what else differs between rows names the method.
+SETTING_FLAGS = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "partition",
+    "alpha",
+    "similarity",
+    "split_file",
+    "data_seed",
+    "users",
+    "model",
+    "clients",
+    "sample",
+    "rounds",
+    "epochs",
+    "local_steps",
+    "batch_size",
+)
+# What is raised where a file holds JSON of another shape.
+MISSHAPEN = ValueError, KeyError, TypeError, AttributeError
+
+
+@dataclasses.dataclass
+class RunRecord:
+    """A run, as its folder tells."""
+
+    path: pathlib.Path
+    script: str
+    flags: dict
+    rows: list  # of metrics.jsonl, rounds 1, 2, ...
+    hardware: str
+    torch: str
+    commit: str
+    workers: int | None  # None: not settled yet
+
+    @property
+    def finished(self):
+        return len(self.rows) >= self.flags["rounds"]
+
+    @property
+    def key(self):
+        """What two runs share when only their seeds differ."""
+        return self.script, json.dumps(decisive_flags(self.flags), sort_keys=True)
+
+    @property
+    def speed(self):
+        """What two runs share whose seconds compare."""
+        flags = [self.flags.get(flag) for flag in ("precision", "graph", "eval_every")]
+        return self.hardware, self.workers, *flags
+
+
+def decisive_flags(flags):
+    """Return the flags that decide a result as they act, {name: value}, without the seed.
+
+    --augment is what it comes to, the file of --vectors its name, and --data-dir is there only
+    where it says which images they are.
+    """
+    decisive = {k: v for k, v in flags.items() if k not in MACHINE_FLAGS | {"seed"}}
+    images = argparse.Namespace(dataset=flags["dataset"], augment=flags.get("augment", "auto"))
+    decisive["augment"] = common.resolve_augment(images)
+    decisive["vectors"] = flags.get("vectors") and pathlib.Path(flags["vectors"]).name
+    if flags["dataset"] == "folder":
+        decisive["data_dir"] = flags.get("data_dir")
+    if flags.get("local_steps"):
+        decisive["epochs"] = None
+    return decisive
+
+
+def as_text(value):
+    """Return the value of a flag as a table shows it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "default" if value is None else str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
+
+
+def read_run(path):
+    """Return the RunRecord of a run folder.
+
+    A last line of metrics.jsonl that was cut while being written does not count. Raises UserError
+    if the folder is no run, or a damaged one.
+    """
+    path = pathlib.Path(path)
+    config = read_settings(path)
+    flags = config["flags"]
+    flags["epochs"] = None if flags.get("local_steps") else flags.get("epochs")
+    return RunRecord(
+        path=path,
+        script=config["script"],
+        flags=flags,
+        rows=read_rows(path),
+        hardware=str(config.get("device")),
+        torch=str((config.get("versions") or {}).get("torch")),
+        commit=config.get("commit") or "unknown",
+        workers=config.get("workers"),
+    )
+
+
+def read_settings(path):
+    """Return config.json of a run folder. Raises UserError if it is not one of this project."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise common.UserError(f"{path}: no run, since it has no config.json")
+    try:
+        config = json.loads(file.read_text())
+        valid = is_config(config)
+    except (OSError, *MISSHAPEN):
+        valid = False
+    if not valid:
+        raise common.UserError(f"{path}: config.json is damaged, or not of a run of this project")
+    return config
+
+
+def is_config(config):
+    """Whether config.json has what a RunRecord needs; its argv is not, and old ones have none.
+
+    Raises one of MISSHAPEN where it is of another shape altogether.
+    """
+    flags = config["flags"]
+    decisive_flags(flags)
+    return (
+        type(config["script"]) is str
+        and type(flags["dataset"]) is str
+        and type(flags["seed"]) is int
+        and type(flags["rounds"]) is int
+        and flags["rounds"] > 0
+        and type(config.get("workers")) in (int, types.NoneType)
+        and type(config.get("versions")) in (dict, types.NoneType)
+        and type(config.get("commit")) in (str, types.NoneType)
+    )
+
+
+def read_rows(path):
+    """Return the rows of metrics.jsonl in a run folder. Raises UserError if a line is damaged."""
+    file = path / "metrics.jsonl"
+    try:
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    except OSError as e:
+        raise common.UserError(f"{file}: cannot be read ({e.strerror})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        row = read_row(line, number)
+        if row:
+            rows.append(row)
+        elif number < len(lines) or line.endswith(b"\n"):  # else it is being written
+            raise common.UserError(
+                f"{file}: line {number} is damaged; it should be the row of round {number}"
+            )
+    return rows
+
+
+def read_row(line, number):
+    """Return the row in a line if it is that of round number, else None."""
+    try:
+        row = json.loads(line)
+        return row if is_row(row, number) else None
+    except MISSHAPEN:
+        return None
+
+
+def is_row(row, number):
+    """Whether a row is that of round number and has its figures. May raise one of MISSHAPEN."""
+    counts = [row["bytes_down"], row["bytes_up"], row.get("bytes_delta", 0)]
+    numbers = [row["train_loss"], *row["seconds"].values(), *counts]
+    evaluated = [row["test_acc"], row["test_loss"], row["acc_ema"], row.get("client_acc_worst")]
+    numbers += [value for value in evaluated if value is not None]
+    return (
+        row["round"] == number
+        and len(row["clients"]) > 0
+        and all(type(value) in (int, float) for value in numbers)
+        and (row["test_acc"] is None or row["acc_ema"] is not None)
+    )
+
+
+def read_runs(folders, warn):
+    """Return the RunRecords of folders, and how many others were damaged, of which warn is told."""
+    records = []
+    damaged = 0
+    for folder in folders:
+        try:
+            records.append(read_run(folder))
+        except common.UserError as e:
+            damaged += 1
+            warn(f"error: {e}")
+    return records, damaged
+
+
+# --------------------------------------------------------------------------------------------------
+# Groups of runs
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Group:
+    """The runs of one row, which differ in their seeds, and how many of their rounds count."""
+
+    runs: list  # finished ones, or if there are none all that have a round
+    unfinished: list  # cut or still going, where others are finished
+    rounds: int
+
+    @property
+    def flags(self):
+        return self.runs[0].flags
+
+    @property
+    def script(self):
+        return self.runs[0].script
+
+    @property
+    def complete(self):
+        return self.rounds >= self.flags["rounds"]
+
+    def count(self):
+        """Return n as it is shown."""
+        total = self.flags["rounds"]
+        text = str(len(self.runs))
+        if not self.complete:
+            text += f" at {self.rounds}/{total}"
+        return text + "".join(f" + 1 at {len(run.rows)}/{total}" for run in self.unfinished)
+
+
+def group_runs(records, warn):
+    """Return RunRecords as Groups, in the order given. warn is told of each that is left out."""
+    by_key = {}
+    for record in records:
+        by_key.setdefault(record.key, []).append(record)
+    groups = [group_of(same, warn) for same in by_key.values()]
+    return [group for group in groups if group]
+
+
+def group_of(records, warn):
+    """Return the Group of records that differ in their seeds alone; None without any round."""
+    begun = []
+    for record in one_per_seed(records, warn):
+        if record.rows:
+            begun.append(record)
+        else:
+            warn(f"{record.path}: left out, since it has no finished round yet")
+    counted = [record for record in begun if record.finished] or begun
+    if not counted:
+        return None
+    unfinished = [record for record in begun if record not in counted]
+    return Group(counted, unfinished, min(len(record.rows) for record in counted))
+
+
+def one_per_seed(records, warn):
+    """Return a record a seed: twice the same run is no second sample.
+
+    The one of which more was measured stays.
+    """
+    by_seed = {}
+    for record in records:
+        seed = record.flags["seed"]
+        if seed not in by_seed:
+            by_seed[seed] = record
+            continue
+        first = by_seed[seed]
+        more = amount_measured(record) > amount_measured(first)
+        better, worse = (record, first) if more else (first, record)
+        by_seed[seed] = better
+        warn(f"{worse.path}: left out, since it is the run of {better.path} again (seed {seed})")
+    return list(by_seed.values())
+
+
+def amount_measured(record):
+    """Return how much there is of a run: rounds, and figures in their rows."""
+    return len(record.rows), sum(v is not None for row in record.rows for v in row.values())
+
+
+def hardware_of(*groups):
+    """Return where groups were run, as one text."""
+    return " and ".join(sorted({run.hardware for group in groups for run in group.runs}))
+
+
+def comparable(a, b):
+    """Whether the seconds of two groups were taken alike."""
+    return len({run.speed for group in (a, b) for run in group.runs}) == 1
+
+
+def baseline(group, groups):
+    """Return fedavg.py's group in the same setting; None without one.
+
+    Of several it is the one with most flags in common.
+    """
+    setting = [flag for flag in SETTING_FLAGS if flag not in ("rounds", "data_dir")]
+
+    def in_common(other, flags):
+        return sum(other.flags.get(flag) == group.flags.get(flag) for flag in flags)
+
+    fitting = [
+        other
+        for other in groups
+        if other.script == "fedavg"
+        and other.flags.get("server") == "avg"
+        and in_common(other, setting) == len(setting)
+    ]
+    return max(fitting, key=lambda other: in_common(other, other.flags), default=None)
