@@ -1,41 +1,108 @@
 import pathlib
+import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import fedavg  # noqa: E402
 
+GLYPHS = common.GLYPHS  # before the tests shrink them
 TINY = [
-    "--dataset",
-    "glyphs",
-    "--model",
-    "cnn",
-    "--clients",
-    "4",
-    "--rounds",
-    "2",
-    "--epochs",
-    "1",
-    "--batch-size",
-    "32",
-    "--quiet",
+    *"--dataset glyphs --model cnn --clients 4 --rounds 2 --epochs 1 --batch-size 32".split(),
+    *"--quiet --device cpu".split(),
 ]
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"
+)
 
 
 @pytest.fixture(autouse=True)
 def small_glyphs(monkeypatch):
-    """600 + 200 drawn images wherever a test says --dataset glyphs; one thread, since two fight over small tensors."""
+    """Draw 600 + 200 images wherever a test says --dataset glyphs, on one thread.
+
+    Two threads fight over small tensors."""
     monkeypatch.setattr(common, "GLYPHS", (600, 200))
     torch.set_num_threads(1)
 
 
 def same(a, b):
-    """Whether two state dicts are equal bit for bit."""
+    """Return whether two state dicts are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def args_of(script, *argv):
-    """The parsed flags with which a script's main() calls run()."""
+    """Return the parsed flags with which a script's main() calls run()."""
     return script.main(list(argv), run=lambda args, *_, **__: args)
+
+
+def flags(*argv):
+    """Return the shared flags of a small run, changed by argv."""
+    return common.flags("test", "test").parse_args([*TINY, *argv])
+
+
+def parts_of(args):
+    """Return the training indices of each client of a small run."""
+    return common.partition(common.glyphs(), args)
+
+
+def refused(capsys, script, argv, *words, code=2):
+    """Check that a script ends with code and prints one line, on stderr, that has all words."""
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == code, err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1, err
+    assert "error:" in err
+    assert out == ""
+    for word in words:
+        assert word in err, err
+
+
+def make_folder(root, size=(12, 12), mode="RGB", classes=("ape", "bee")):
+    """Write an image folder of three training and two test images a class; return root."""
+    rng = np.random.default_rng(0)
+    shape = (*size[::-1], 3) if mode == "RGB" else size[::-1]
+    for part, count in (("train", 3), ("test", 2)):
+        for name in classes:
+            (root / part / name).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                pixels = rng.integers(256, size=shape).astype(np.uint8)
+                Image.fromarray(pixels, mode).save(root / part / name / f"{i}.png")
+    return root
+
+
+def refused_amid_output(capsys, script, argv, *words):
+    """As refused(), but for what a script may have printed before it found the mistake."""
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(word) for word in argv])
+    _, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if "error:" in line]
+    assert stop.value.code == 2, err
+    assert "Traceback" not in err
+    assert len(lines) == 1, err
+    for word in words:
+        assert word in lines[0], err
+
+
+@pytest.fixture(scope="session")
+def original_run(tmp_path_factory):
+    """The folder of a run with client models on 600 glyphs, not to be changed."""
+    out = tmp_path_factory.mktemp("runs") / "a"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "GLYPHS", (600, 200))
+        torch.set_num_threads(1)
+        fedavg.main([*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def run(original_run, tmp_path):
+    """A copy of the folder of original_run, to be changed."""
+    return shutil.copytree(original_run, tmp_path / "a")

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from conftest import TINY
+from methods import ROOT
 
 import common
 import fedavg
-from conftest import TINY
-from test_methods import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bare_loop  # noqa: E402
@@ -18,30 +18,19 @@ import throughput  # noqa: E402
 
 
 def test_conventional_loop_is_fedavg(tmp_path):
-    """With whole clients as batches the order of samples does not matter, so both loops take the same steps."""
-    args = [
-        *TINY,
-        "--rounds",
-        "1",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "1000",
-        "--lr",
-        "0.3",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    net, _ = fedavg.main(args)
-    args = common.flags("", "test").parse_args(args)
+    """With whole clients as batches the order of samples does not matter, so both loops take the
+    same steps."""
+    flags = "--rounds 1 --epochs 3 --batch-size 1000 --lr 0.3"
+    argv = [*TINY, *flags.split(), "--out", str(tmp_path / "run")]
+    net, _ = fedavg.main(argv)
+    args = common.flags("", "test").parse_args(argv)
     torch.manual_seed(args.seed)
     data = common.load_data(args)
     plain = common.build_net(args.model, data.classes)
     before = {k: v.clone() for k, v in plain.state_dict().items()}
-    samples = conventional.conventional_round(
-        plain, conventional.Images(data, False), conventional.clients(data, args), args, 0
-    )
-    assert samples == 3 * 600
+    images = conventional.Images(data, False)
+    parts = conventional.clients(data, args)
+    assert conventional.conventional_round(plain, images, parts, args, 0) == 3 * 600
     for k, v in net.state_dict().items():
         torch.testing.assert_close(plain.state_dict()[k], v, rtol=1e-4, atol=1e-6)
         assert (v - before[k]).abs().max() > 1e-3  # far more than the tolerance
@@ -50,36 +39,30 @@ def test_conventional_loop_is_fedavg(tmp_path):
 @pytest.mark.parametrize("script", [bare_loop, conventional])
 def test_benchmark_runs(script, monkeypatch, capsys):
     monkeypatch.setattr(common, "load_data", None)  # the benchmarks replace it
-    script.main(["--samples", "400", "--clients", "4", "--repeats", "1", "--batch-size", "20"])
+    script.main("--samples 400 --clients 4 --repeats 1 --batch-size 20".split())
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["fedavg"] > 0 and figures["ratio"] == pytest.approx(
-        figures["fedavg"] / figures[script.__name__]
-    )
+    assert figures["fedavg"] > 0
+    assert figures["ratio"] == pytest.approx(figures["fedavg"] / figures[script.__name__])
 
 
 def test_throughput_runs(capsys):
-    flags = [
-        "--clients",
-        "400",
-        "--sample",
-        "0.005",
-        "--local-steps",
-        "1",
-        "--rounds",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    assert throughput.main(["fedprox --mu 0.1", *flags]) == 0
+    flags = "--clients 400 --sample 0.005 --local-steps 1 --rounds 2 --repeats 1"
+    assert throughput.main(["fedprox --mu 0.1", *flags.split()]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])["table"]
     assert [row["script"] for row in table] == ["fedavg", "fedprox --mu 0.1"]
-    assert table[0]["time"] == 1 and all(
-        row["samples_per_s"] > 0 and row["host_bytes"] > 2**26 for row in table
-    )
+    assert table[0]["time"] == 1
+    assert all(row["samples_per_s"] > 0 for row in table)
+    assert all(row["host_bytes"] > 2**26 for row in table)
 
 
-def test_throughput_refuses(capsys):
-    for argv, word in ((["nothing"], "nothing.py"), (["fedprox", "--graph", "maybe"], "maybe")):
-        with pytest.raises(SystemExit):
-            throughput.main(argv)
-        assert word in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["nothing"], "nothing.py"),
+        (["fedprox", "--graph", "maybe"], "maybe"),
+    ],
+)
+def test_throughput_refuses(capsys, argv, word):
+    with pytest.raises(SystemExit):
+        throughput.main(argv)
+    assert word in capsys.readouterr().err

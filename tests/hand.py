@@ -1,0 +1,129 @@
+"""What the tests of hand numbers share: steps and aggregations without a run, formulas in numpy."""
+
+import copy
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from conftest import TINY, args_of
+from methods import SCRIPTS, needed
+
+import common
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def softmax(z):
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def cross_entropy(z, y):
+    return -np.log(softmax(z)[np.arange(len(y)), y]).mean()
+
+
+def kl(p, q):
+    return (p * np.log(p / q)).sum(1).mean()
+
+
+def numpy_logits(net, x):
+    """Return net(x) in eval mode, an array."""
+    with torch.no_grad():
+        return copy.deepcopy(net).eval()(x).numpy()
+
+
+def two_networks(model="cnn", classes=62, **options):
+    """Return a network, the same in each call."""
+    torch.manual_seed(3)
+    return common.build_net(model, classes, **options)
+
+
+def perturb(net, scale=0.05, seed=0):
+    """Take a small random step in net."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=g, dtype=p.dtype))
+
+
+def moved_network(scale, seed):
+    """Return a network in float64 that has moved on from two_networks()."""
+    net = two_networks().double()
+    perturb(net, scale, seed)
+    return net
+
+
+def batch(n=6, seed=0):
+    """Return n random images and labels."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 3, 32, 32, generator=g, **DOUBLE), torch.randint(0, 62, (n,), generator=g)
+
+
+def state_of(net):
+    return {k: v.detach().clone() for k, v in net.state_dict().items()}
+
+
+def begin(name, argv=(), net=None, state=None, server=None):
+    """Begin a client's round in float64, four steps of six samples.
+
+    Frozen helpers hold the global weights w; the network has moved on by a small random step.
+    Returns (worker, step, generator, client, args, w)."""
+    script = SCRIPTS[name]
+    plain = ["--momentum", "0", "--weight-decay", "0", "--lr", "0.1"]
+    args = args_of(script, *TINY, *needed(name, ["--model"]), *plain, *argv)
+    net = net or two_networks(projection=args.projection or 0)
+    worker = common.Worker(net.double(), common.glyphs(), args, 40)
+    batches = worker.batches
+    worker.batches = lambda client: ((x.double(), y) for x, y in batches(client))
+    client = common.Client(0, np.arange(8), dict(state or {}))
+    server = {"round": 2, "clients": [0, 1], **(server or {})}
+    worker._begin(client, server, net.state_dict())
+    worker.sizes = [6] * 4
+    generator = script.local_update(worker, client, server, args)
+    step = next(generator)
+    w = state_of(worker.net)
+    perturb(worker.net)
+    return worker, step, generator, client, args, w
+
+
+def finish(generator):
+    """Run what comes behind the steps in a local_update."""
+    assert next(generator, generator) is generator
+
+
+def gradients(worker, step, x, y):
+    """Return (loss, {name: gradient}) of a step of plain SGD, from how far it moved parameters."""
+    before = {k: p.detach().clone() for k, p in worker.net.named_parameters()}
+    loss = step(x, y).item()
+    return loss, {k: (before[k] - p.detach()) / 0.1 for k, p in worker.net.named_parameters()}
+
+
+def close(found, expected, **tolerance):
+    """Return whether two dicts or lists of tensors agree."""
+    found, expected = (list(t.values()) if isinstance(t, dict) else t for t in (found, expected))
+    tolerance = {"rtol": 1e-6, "atol": 1e-9, **tolerance}
+    return all(torch.allclose(a, b, **tolerance) for a, b in zip(found, expected, strict=True))
+
+
+def twins(worker, w):
+    """Return copies of the worker's network: one that trains, and one that holds w."""
+    mine, other = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
+    other.load_state_dict(w)
+    return mine, other
+
+
+def received_of(net, shifts, weights, send=None):
+    """Return the Received of clients that end shifts away from net.
+
+    send(client, i): lets client i send something."""
+    received, base = common.Received(), state_of(net)
+    for i, (shift, weight) in enumerate(zip(shifts, weights)):
+        client = common.Client(i, np.arange(3), {}, weight)
+        if send:
+            send(client, i)
+        received.add(common.Upload(client, {k: v + shift for k, v in base.items()}))
+    return received
+
+
+def mean_loss(net, x, y):
+    return F.cross_entropy(net(x), y)

@@ -1,0 +1,149 @@
+"""What the tests of the package reproduce share: run folders by hand, and its commands."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import common
+from reproduce import __main__ as reproduce_command
+from reproduce import compare
+from reproduce.cells import all_cells, parsed_flags
+from reproduce.jobs import slug
+from reproduce.runs import group_runs, read_run
+
+ROOT = pathlib.Path(common.__file__).parent
+SCRIPTS = [p.stem for p in sorted(ROOT.glob("*.py")) if "\ndef local_update(" in p.read_text()]
+CELLS = all_cells()
+PLAIN = "fedavg.py --dataset glyphs --rounds 4"  # what make_run() makes if nothing is said
+GLYPHS = "--dataset glyphs --model cnn --clients 2 --rounds 4 --epochs 1"
+
+
+def make_run(folder, command=PLAIN, seed=0, accuracies=(10, 20, 30, 40), **more):
+    """Make a run folder by hand, finished if there are as many accuracies as rounds.
+
+    Round t took t seconds and 1000 t bytes, half of them up; more: of every row.
+    """
+    flags = parsed_flags(f"{command} --seed {seed} --out {folder}")
+    folder.mkdir(parents=True)
+    config = {
+        "script": command.split(".py")[0],
+        "argv": [*shlex.split(command)[1:], "--seed", str(seed)],
+        "flags": flags,
+        "workers": 1,
+        "threads": 1,
+        "device": "x86_64, 2 cores",
+        "versions": {"torch": "2.15.0"},
+        "commit": "0123456789+",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    evaluated = []
+    rows = []
+    for number, accuracy in enumerate(accuracies, 1):
+        evaluated += [] if accuracy is None else [accuracy]
+        rows.append({**make_row(number, accuracy), **common.summary(evaluated), **more})
+    write_rows(folder, rows)
+    (folder / "checkpoint.pt").touch()
+    if len(rows) >= flags["rounds"]:
+        (folder / "model.pt").touch()
+    return folder
+
+
+def make_row(number, accuracy):
+    return {
+        "round": number,
+        "test_acc": accuracy,
+        "test_loss": 1.0,
+        "train_loss": 2.0 / number,
+        "clients": [0, 1],
+        "seconds": {"train": number / 2, "evaluate": number / 2},
+        "bytes_down": 500 * number,
+        "bytes_up": 500 * number,
+    }
+
+
+def read_rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_rows(folder, rows):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_cell_run(folder, cell, accuracy, **more):
+    """Make a finished run of a cell, of one accuracy in all rounds."""
+    rounds = parsed_flags(cell.command)["rounds"]
+    return make_run(folder, cell.command, accuracies=[accuracy] * rounds, **more)
+
+
+def make_groups(*folders):
+    """Return the Groups of run folders."""
+    return group_runs([read_run(folder) for folder in folders], print)
+
+
+def make_images(root, size):
+    """Make an image folder of two classes, three training and two test images each."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 3), ("test", 2)):
+        for name in ("ape", "bee"):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(256, size=(size, size, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+def cells_by_method(paper, table):
+    return {cell.method: cell for cell in CELLS[paper, table]}
+
+
+def words_of(cell):
+    """Return {flag: word, or None for a switch} of a cell's command."""
+    words = {}
+    for word, following in zip(cell.words, [*cell.words[1:], "--"]):
+        if word.startswith("--"):
+            assert word not in words, f"{word} twice in {cell.command}"
+            words[word[2:]] = None if following.startswith("--") else following
+    return words
+
+
+def cell_folder(runs, cell):
+    """Return where the command makes the run of a cell with seed 0, without those of several."""
+    table = f"{cell.paper.lower()}-{cell.table.lower()}"
+    return runs / table / (slug(f"{cell.label} {cell.method}") + "-seed0")
+
+
+def run_compare(capsys, *argv):
+    """Run the command; return its exit code, stdout and stderr."""
+    return run_main(capsys, compare.main, argv)
+
+
+def run_reproduce(capsys, *argv):
+    """Run the command; return its exit code, stdout and stderr."""
+    return run_main(capsys, reproduce_command.main, argv)
+
+
+def run_main(capsys, main, argv):
+    with pytest.raises(SystemExit) as e:
+        main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return e.value.code, out, err
+
+
+def is_refused(result, *messages):
+    """Whether a command ended with code 2 and one line, which has the messages, and no output."""
+    code, out, err = result
+    return code == 2 and not out and err.count("\n") == 1 and all(m in err for m in messages)
+
+
+def documented_commands():
+    """Return the lines of all sh blocks in README.md and docs/*.md."""
+    lines = []
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+            lines += block.replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines]

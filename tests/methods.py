@@ -1,0 +1,106 @@
+"""What the tests of the method scripts share: tables of scripts and variants, and small runs."""
+
+import importlib
+import pathlib
+
+from conftest import TINY
+
+import common
+
+ROOT = pathlib.Path(common.__file__).parent
+METHODS = {  # script: most code lines that it may change against fedavg.py
+    "fedavg": 0,
+    "fedprox": 5,
+    "moon": 22,
+    "mixup": 13,
+    "stochdepth": 41,
+    "gradaug": 47,
+    "fedalign": 44,
+    "fedcka": 48,
+    "scaffold": 50,
+    "fedmlb": 50,
+    "fedkd": 6,
+    "fitnet": 15,
+    "fedntd": 23,
+    "fedgkd": 22,
+    "feddyn": 33,
+    "rfedavg": 43,
+    "rfedavg_dp": 38,
+    "rfedavg_code": 48,
+    "qfedavg": 34,
+}
+OFF = {  # flags that switch a method off; the others have none, or round differently
+    "fedavg": [],
+    "fedprox": ["--mu", "0"],
+    "moon": ["--mu", "0"],
+    "mixup": ["--gamma", "0"],
+    "stochdepth": ["--keep", "1"],
+    "gradaug": ["--mu", "0"],
+    "fedalign": ["--mu", "0", "--clip", "0"],
+    "fedcka": ["--mu", "0"],
+    "fedmlb": ["--lambda1", "0", "--lambda2", "0"],
+    "fedkd": ["--gamma", "0"],
+    "fitnet": ["--gamma", "0"],
+    "fedntd": ["--ntd-beta", "0"],
+    "fedgkd": ["--gamma", "0"],
+    "feddyn": ["--dyn-alpha", "0", "--weighting", "samples"],
+    "rfedavg": ["--lam", "0"],
+    "rfedavg_dp": ["--lam", "0"],
+    "rfedavg_code": ["--lam", "0"],
+}
+RESNET = [
+    *"--model resnet56 --local-steps 2 --clients 2 --batch-size 16".split(),
+    *"--rounds 1 --eval-every 5".split(),
+]
+SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
+VARIANTS = [  # each script, and its variants with a code path of their own
+    *((name, "") for name in METHODS),
+    ("fedcka", "--similarity-metric kernel-cka"),
+    ("scaffold", "--option 1"),
+    ("scaffold", "--correction gradient"),
+    ("fedmlb", "--dyn-alpha 0.1"),
+    ("fedmlb", "--direction global-local"),
+    ("rfedavg", "--variant rfedavg"),
+    ("rfedavg_code", "--variant rfedavg"),
+    ("fedntd", "--weighting-rule sum"),
+    ("qfedavg", "--h rfedavg"),
+    ("stochdepth", "--rule code"),
+    ("gradaug", "--widths paper --subnets 1"),
+    ("fedalign", "--lip-scale none --lip-input full"),
+]
+
+
+def needed(name, argv=()):
+    """Return the flags without which a script does not run: residual blocks, a norm to clip to."""
+    if name == "stochdepth" and "--model" not in argv:
+        return RESNET
+    if name == "rfedavg_dp" and "--noise-clip" not in argv:
+        return ["--noise-clip", "1"]
+    return []
+
+
+def final(name, out, *argv):
+    """Return the weights and the rows of metrics of a small run of a script."""
+    argv = [*TINY, *needed(name, argv), "--out", str(out), *argv]
+    net, rows = SCRIPTS[name].main(argv)
+    return net.state_dict(), rows
+
+
+FOUND = {}
+
+
+def final_once(name, out, *argv):
+    """Return the weights of final(), run once for each script and set of flags."""
+    if (name, argv) not in FOUND:
+        FOUND[name, argv] = final(name, out, *argv)[0]
+    return FOUND[name, argv]
+
+
+def plain_final(out, *argv):
+    """Return the weights of fedavg.py."""
+    return final_once("fedavg", out, *argv)
+
+
+# Flags of a run that shows what each variant does: three rounds, as a client's last model and the
+# server's memory act from the second on; steps on full batches and on short ones; few of them.
+SHORT = "--rounds 3 --local-steps 4 --sample 0.5 --lr-decay 0.9 --workers 1".split()

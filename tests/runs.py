@@ -1,0 +1,44 @@
+"""What the tests of run folders share: comparing runs, and runs in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+
+from conftest import same
+from methods import ROOT
+
+import common
+
+VARIES = ("seconds", "samples_per_s", "peak_memory")
+
+
+def rows_of(out):
+    """Return the rows of metrics.jsonl without what varies between runs."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in VARIES} for row in rows]
+
+
+def config_of(out):
+    return json.loads((out / "config.json").read_text())
+
+
+def rounds_in(out):
+    """Return how many rounds a run has finished so far."""
+    path = out / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def assert_equal_runs(a, b):
+    assert rows_of(a) == rows_of(b)
+    for name in ("model.pt", "best.pt"):
+        assert same(common.load(a / name), common.load(b / name)), name
+
+
+def start(name, *argv, before="", **options):
+    """Start a script in a process of its own, on the small glyphs; before: code that runs first."""
+    code = f"import common, sys; common.GLYPHS = (600, 200); {before}\n"
+    code += f"import {name}; {name}.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *argv]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)

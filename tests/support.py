@@ -1,0 +1,112 @@
+"""What the tests of data sets share: small data sets in files."""
+
+import json
+
+import numpy as np
+import conftest
+from conftest import TINY
+from PIL import Image
+
+import fedavg
+from extras import readers
+
+
+def refused(capsys, argv, *words):
+    """Check that fedavg.py ends with one line on stderr that has all the words, exit code 2."""
+    conftest.refused(capsys, fedavg, [*TINY, *argv], *words)
+
+
+# --- FEMNIST: LEAF's JSON
+
+
+def leaf_user(rng, n, classes=62):
+    """Return the x and y of a user of n samples."""
+    x = (rng.integers(256, size=(n, 784)) / 255).tolist()
+    return {"x": x, "y": rng.integers(classes, size=n).tolist()}
+
+
+def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
+    """Write FEMNIST under root; return {"train" or "test": {user: x and y}}.
+
+    Two shards of training users and one of test users, a third as many samples each; f3_12 is in
+    the test shard alone."""
+    rng = np.random.default_rng(0)
+    names = [f"f{i:02d}_{n}" for i, n in enumerate(users)]
+    content = {"train": {}, "test": {}}
+    for part, shards in (("train", [names[:4], names[4:]]), ("test", [[*names, "f99_12"]])):
+        folder = root / "femnist" / part
+        folder.mkdir(parents=True, exist_ok=True)
+        share = 1 if part == "train" else 3
+        for i, shard in enumerate(shards):
+            data = {name: leaf_user(rng, max(1, int(name[4:]) // share)) for name in shard}
+            counts = [len(data[name]["y"]) for name in shard]
+            text = json.dumps({"users": shard, "num_samples": counts, "user_data": data})
+            (folder / f"all_data_{i}_{part}.json").write_text(text)
+            content[part] |= data
+    return content
+
+
+# --- images
+
+
+def make_tiny_imagenet(root, wnids=("n03", "n01", "n02"), size=64):
+    """Write Tiny-ImageNet, three training images a class and a test image; return its folder."""
+    rng = np.random.default_rng(0)
+    root = root / "tiny-imagenet-200"
+    (root / "val" / "images").mkdir(parents=True)
+    lines = []
+    for i, wnid in enumerate(wnids):
+        folder = root / "train" / wnid
+        (folder / "images").mkdir(parents=True)
+        for j in range(3):
+            pixels = rng.integers(256, size=(size, size, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / f"{wnid}_{j}.JPEG")
+        (folder / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t9\t9\n")
+        grey = Image.fromarray(np.full((size, size), 50 * i, np.uint8))  # grey ones exist
+        grey.save(root / "val" / "images" / f"val_{i}.JPEG")
+        lines.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62\n")
+    (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(lines))
+    return root
+
+
+def make_imagenet(root, monkeypatch, classes=9):
+    """Write folders of nine classes, of which three are drawn, with four of their six images."""
+    monkeypatch.setattr(readers, "IMAGENET", (classes, 3, 4))
+    rng = np.random.default_rng(0)
+    for i in range(classes):
+        for part, count in (("train", 6), ("val", 2)):
+            folder = root / "imagenet" / part / f"n{i:08d}"
+            folder.mkdir(parents=True)
+            for j in range(count):
+                squares = rng.integers(256, size=(3, 4, 3))
+                pixels = np.kron(squares, np.ones((16, 16, 1))).astype(np.uint8)  # 64 x 48
+                Image.fromarray(pixels).save(folder / f"{j}.JPEG", format="PNG")
+    return root / "imagenet"
+
+
+# --- text
+
+
+def make_sent140(root, users=(("ann", 12), ("bob", 8), ("cy", 5), ("dee", 1)), seed=0):
+    """Write Sentiment140's CSV under root; return its rows (user, label, text)."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for user, n in users:
+        for label in rng.integers(2, size=n):
+            letters = " ".join(rng.choice(list("pqrstuvw"), rng.integers(1, 6)))
+            mood = "glad" if label else "sad"
+            rows.append((user, label, f"{user} is {mood} today, {letters}!"))
+    lines = []
+    for i, (user, label, text) in enumerate(rows):
+        date = "Mon Apr 06 22:19:45 PDT 2009"
+        lines.append(f'"{4 * label}","{i}","{date}","NO_QUERY","{user}","{text}"\n')
+    (root / "sent140").mkdir(parents=True, exist_ok=True)
+    (root / "sent140" / "tweets.csv").write_text("".join(lines), encoding="latin-1")
+    return rows
+
+
+def text_flags(root, *argv):
+    """Return the words of a command line on Sentiment140 in root, with argv."""
+    words = "--dataset sent140 --model lstm --vectors random --batch-size 5".split()
+    return [*words, "--data-dir", str(root), *argv]

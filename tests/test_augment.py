@@ -1,0 +1,68 @@
+"""Training augmentation."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import flags
+from torchvision.transforms import functional as tv
+
+import common
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def draws():
+    augment = {"crop": True, "flip": True, "rotate": 15}
+    drawn = common.draw_augment(augment, np.random.default_rng(0), (40,), 32)
+    return {k: torch.from_numpy(v) for k, v in drawn.items()}
+
+
+def one_by_one(images, draws):
+    """Return the images, each augmented by torchvision's functions."""
+    found = []
+    for i, image in enumerate(images):
+        if "rotate" in draws:
+            image = tv.rotate(image, draws["rotate"][i].item())
+        if "crop" in draws:
+            top, left = draws["crop"][i].tolist()
+            image = tv.crop(tv.pad(image, 4), top, left, 32, 32)
+        if "flip" in draws and draws["flip"][i]:
+            image = tv.hflip(image)
+        found.append(image)
+    return torch.stack(found)
+
+
+def test_draws_of_the_augmentation(draws):
+    assert draws["crop"].min() == 0
+    assert draws["crop"].max() == 8
+    assert 0 < draws["flip"].sum() < 40
+    assert 10 < draws["rotate"].abs().max() <= 15
+
+
+@pytest.mark.parametrize("names", ["crop", "flip", "crop flip"])
+def test_augmentation_equals_a_loop_over_images(images, draws, names):
+    chosen = {k: draws[k] for k in names.split()}
+    assert torch.equal(common.apply_augment(images, chosen), one_by_one(images, chosen))
+
+
+def test_rotation_equals_a_loop_over_images(images, draws):
+    """A source position on the border of two pixels may round either way."""
+    fast, slow = common.apply_augment(images, draws), one_by_one(images, draws)
+    assert (fast == slow).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    "argv, augment",
+    [
+        ("--augment rotate10,crop,flip", {"rotate": 10, "crop": True, "flip": True}),
+        ("--augment none", {}),
+        ("", {}),  # glyphs: a mirrored character is another one
+        ("--dataset cifar10", {"crop": True, "flip": True}),
+    ],
+)
+def test_augment_flag(argv, augment):
+    assert common.resolve_augment(flags(*argv.split())) == augment

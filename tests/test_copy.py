@@ -1,0 +1,84 @@
+"""common.py and a single script are enough: copied into an empty folder, it trains there."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from methods import METHODS, ROOT, needed
+
+STEPS = "--dataset glyphs --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
+STEPS = [*STEPS.split(), "--partition", "iid", "--device", "cpu", "--quiet"]
+SMALL = "import common, sys; common.GLYPHS = (240, 40); import {0}; {0}.main(sys.argv[1:])"
+LOOP = """
+import pathlib, sys
+import torch
+
+for line in sys.stdin.read().splitlines():
+    folder, name, *argv = line.split()
+    sys.path[0] = folder
+    import common
+    assert pathlib.Path(common.__file__).parent == pathlib.Path(folder)
+    common.GLYPHS = (240, 40)
+    script = __import__(name)
+    net, rows = script.main([*argv, "--out", f"{folder}/run"])
+    assert len(rows) == 1
+    strangers = [
+        key for key, m in sys.modules.items()
+        if (getattr(m, "__file__", None) or "").startswith(str(pathlib.Path(folder).parent))
+    ]
+    assert sorted(strangers) == sorted(["common", name]), strangers
+    del sys.modules["common"], sys.modules[name]
+    print(name)
+"""
+
+
+def copied(folder, *names):
+    """Copy files of the project into a new folder; return it."""
+    folder.mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(folder, command, **options):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
+
+
+def test_every_script_trains_on_its_own(tmp_path):
+    """In one process, from a folder a script, and without any other file of the project."""
+    lines = []
+    for name in METHODS:
+        folder = copied(tmp_path / name, "common.py", f"{name}.py")
+        lines.append(" ".join([str(folder), name, *STEPS, *needed(name)]))
+    done = run(tmp_path, [sys.executable, "-c", LOOP], input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(METHODS)
+
+
+def test_fedavg_from_the_shell(tmp_path):
+    folder = copied(tmp_path / "copy", "common.py", "fedavg.py")
+    done = run(folder, [sys.executable, "fedavg.py", *STEPS, "--out", "run"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (folder / "run" / "model.pt").exists()
+    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == [
+        "common.py",
+        "fedavg.py",
+        "run",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, argv, file",
+    [
+        ("fedmlb", "--dyn-alpha 0.1", "feddyn.py"),
+        ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
+    ],
+)
+def test_a_missing_file_is_one_line(tmp_path, name, argv, file):
+    folder = copied(tmp_path / "copy", "common.py", f"{name}.py")
+    command = [sys.executable, "-c", SMALL.format(name), *STEPS, "--out", "run", *argv.split()]
+    done = run(folder, command)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert file in done.stderr

@@ -1,0 +1,349 @@
+"""README.md and docs/: commands parse and run, Python blocks run, links, tables and names hold."""
+
+import argparse
+import ast
+import csv
+import difflib
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import typing
+
+import pytest
+import torch
+
+import common
+
+ROOT = pathlib.Path(common.__file__).parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+NOT_YET = {"docs/curves.svg"}  # files that a page names and nobody has made
+
+
+class Block(typing.NamedTuple):
+    """A fenced block of a page. mark: the comment before it; language: sh, python, diff."""
+
+    page: pathlib.Path
+    line: int
+    mark: str
+    language: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page):
+    """Return the fenced blocks of a page."""
+    text, blocks = page.read_text(), []
+    for m in re.finditer(r"(?:^<!-- (.*?) -->\n)?^```(\w+)\n(.*?)^```$", text, re.M | re.S):
+        line = text[: m.start(2)].count("\n") + 1
+        blocks.append(Block(page, line, m[1] or "", m[2], m[3]))
+    return blocks
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.mark != "not run"]
+METHODS = {path.stem for path in ROOT.glob("*.py") if "\ndef local_update(" in path.read_text()}
+
+
+def commands(block):
+    """Return the words of each command of a sh block that starts with python, without `python`."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line) for line in lines]
+    return [w[1:] for w in words if w[:1] == ["python"] and w[1:3] != ["-m", "pytest"]]
+
+
+def write_scripts(page, folder):
+    """Write the page's scripts, blocks that begin with `# NAME.py`, into folder."""
+    for block in blocks_of(page):
+        named = re.match(r"# (\w+\.py)\n", block.text)
+        if named:
+            (folder / named[1]).write_text(block.text)
+
+
+# --- commands parse
+
+
+class ParsedError(Exception):
+    """Raised once flags are parsed, before any work."""
+
+
+def load_module(path):
+    """Import a file that lies in no package; its folder is on the path meanwhile."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_parses(words, tmp_path, monkeypatch):
+    """Fail unless the command python WORDS takes its flags."""
+    if words[0] == "-m":
+        module, flags = words[1], words[2:]
+        if module == "reproduce":  # parses the flags of scripts too
+            with pytest.raises(SystemExit) as end:
+                importlib.import_module("reproduce.__main__").main([*flags, "--dry-run"])
+            assert end.value.code == 0
+            return
+        main = importlib.import_module(module).main
+    else:
+        path, flags = pathlib.Path(words[0]), words[1:]
+        if path.name == "plain.py":
+            path, flags = pathlib.Path(f"{flags[0]}.py"), flags[1:]
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        module = load_module(next(p for p in (tmp_path / path, ROOT / path) if p.exists()))
+        main = module.main
+        if hasattr(module, "local_update"):
+            flags = [word for word in flags if word != "--resume"]  # which reads a run
+            assert main(flags, run=lambda args, *_, **__: args).argv is not None
+            return
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(*args, **kwargs):
+        parse(*args, **kwargs)
+        raise ParsedError
+
+    def parse_args(parser, *args, **kwargs):
+        _, unknown = parse(parser, *args, **kwargs)
+        if unknown:
+            parser.error(f"unrecognized arguments: {unknown}")
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(ParsedError):
+        main(flags)
+
+
+COMMANDS = [
+    pytest.param(block, words, id=f"{block} {' '.join(words[:3])}")
+    for block in BLOCKS
+    if block.language == "sh"
+    for words in commands(block)
+]
+
+
+@pytest.mark.parametrize("block, words", COMMANDS)
+def test_command_parses(block, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_scripts(block.page, tmp_path)
+    if block.mark == "needs a GPU":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_parses(words, tmp_path, monkeypatch)
+
+
+def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
+    """check_parses() is not content with anything."""
+    monkeypatch.chdir(tmp_path)
+    wrong = [
+        "fedprox.py --nu 1",
+        "plain.py fedprox --nu 1",
+        "hessian_eval.py runs/a --nu 1",
+        "-m analysis.similarity runs/a --nu 1",
+        "-m reproduce fedalign 99",
+        "-m reproduce.compare --nu 1",
+    ]
+    for line in wrong:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((SystemExit, AssertionError)):
+            check_parses(line.split(), tmp_path, patch)
+
+
+# --- commands and Python blocks run
+
+# runs sys.argv[1:] as python would, on 600 + 200 drawn images
+DRIVER = """
+import runpy, sys
+import common
+common.GLYPHS = (600, 200)
+del sys.argv[0]
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def runnable(block):
+    """Return the commands of an unmarked sh block that a test can run in seconds."""
+    if block.language != "sh" or block.mark:
+        return []
+    names = {"plain.py", *(f"{name}.py" for name in METHODS)}
+    names |= set(re.findall(r"^# (\w+\.py)$", block.page.read_text(), re.M))
+    partition = ["-m", "analysis.partition"]
+    return [words for words in commands(block) if words[0] in names or words[:2] == partition]
+
+
+RUNNABLE = {tuple(map(tuple, runnable(block))): block for block in BLOCKS if runnable(block)}
+
+
+@pytest.mark.parametrize("block", RUNNABLE.values(), ids=str)
+def test_commands_run(block, tmp_path):
+    """The commands of a block, one after the other, with one round and small glyphs."""
+    write_scripts(block.page, tmp_path)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    for words in runnable(block):
+        script = tmp_path / words[0]
+        if words[0] != "-m":
+            words = [str(script if script.exists() else ROOT / words[0]), *words[1:]]
+        command = [sys.executable, "-c", DRIVER, *words, "--rounds", "1"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout or done.stderr
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.Worker, "keep_first_step", False)  # put back, if the block fails
+    source = "\n" * block.line + block.text  # so that errors name the page's lines
+    names = {"__name__": "block", "__file__": str(tmp_path / "block.py")}
+    exec(compile(source, block.page, "exec"), names)
+
+
+# --- the pages
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_names_hold(page):
+    """Relative links, their anchors, and the files in backticks, by their paths from the root."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    links = re.sub(r"`[^`]*`", "", text)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", links):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if str(path.relative_to(ROOT)) in NOT_YET:
+            continue
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+    for name in re.findall(r"`(?:python )?([\w/]+\.(?:py|md|csv|txt))[ `]", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_what_is_there_is_not_awaited():
+    assert not [name for name in NOT_YET if (ROOT / name).exists()]
+
+
+def test_all_pages_are_linked():
+    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)\)", README.read_text()))
+    assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+# --- tables
+
+
+def code_lines(path):
+    """Return the lines of code of a file, without docstrings, comments and blank lines."""
+    source, dropped = path.read_text(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(
+            node
+        ):
+            dropped |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = [line for i, line in enumerate(source.splitlines(), 1) if i not in dropped]
+    return [line for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+def changed_lines(name):
+    """Return the code lines of a script that are not fedavg.py's and the other way round."""
+    lines = difflib.ndiff(code_lines(ROOT / "fedavg.py"), code_lines(ROOT / f"{name}.py"))
+    return [line for line in lines if line[0] in "+-"]
+
+
+def method_rows():
+    """Return {script: (lines, paper, ours)} of README's table."""
+    pattern = r"^\| `(\w+)\.py` \|.*\| (\d+) \| ([^|]*) \| ([^|]*) \|$"
+    rows = re.findall(pattern, README.read_text(), re.M)
+    assert len(rows) == len({name for name, *_ in rows})
+    return {name: (int(lines), paper, ours) for name, lines, paper, ours in rows}
+
+
+def test_readme_lines_changed():
+    """README's table has every method, and the code lines that it really changes."""
+    lines = {name: row[0] for name, row in method_rows().items()}
+    assert lines == {name: len(changed_lines(name)) for name in METHODS}
+
+
+def test_readme_diff_is_the_diff():
+    """README's first block is all of what FedProx changes, and its other lines are fedavg.py's."""
+    [block] = [block for block in blocks_of(README) if block.language == "diff"]
+    lines = block.text.splitlines()
+    shown = [line for line in lines if line[0] in "+-"]
+    assert shown == [line[0] + line[2:] for line in changed_lines("fedprox")]
+    rest = {line[1:] for line in lines if line[0] == " "} - {"..."}
+    assert rest <= set(code_lines(ROOT / "fedavg.py"))
+
+
+def test_readme_paper_numbers():
+    """The published numbers of README's table stand in the tables that its letters name."""
+    tables = {"": ("FedAlign", "5"), "C": ("FedCKA", "1"), "R": ("rFedAvg", "I")}
+    lines = (ROOT / "reproduce" / "published.csv").read_text().splitlines()
+    published = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    for name, (_, paper, _) in method_rows().items():
+        if paper == "a figure":
+            continue
+        value, std, letter = re.fullmatch(r"([\d.]+)(?: ± ([\d.]+))?(?: \((\w)\))?", paper).groups()
+        places = {("FedMLB", "1a"), ("FedMLB", "2")} if letter == "M" else {tables[letter or ""]}
+        cells = [row for row in published if (row["paper"], row["table"]) in places]
+        found = [row for row in cells if (row["value"], row["std"]) == (value, std or "")]
+        assert found, (name, paper)
+        printed = f"{value} +- {std}" if std else value
+        if not letter:  # these docstrings have the number too
+            assert printed in (ROOT / f"{name}.py").read_text()
+
+
+NETWORK_SIZES = {  # classes, channels and size, or words and the width of their vectors
+    "resnet18": (200, 3, 64),
+    "resnet50": (100, 3, 32, 256),
+    "cnn": (10, 3, 32),
+    "cnn-moon": (10, 3, 32),
+    "cnn-mcmahan": (10, 1, 28),
+    "lstm": (2, 3000, 300),
+}
+
+
+def spelled_out(blocks):
+    """Return "stage1-3" as "stage1, stage2, stage3"."""
+
+    def names(m):
+        return ", ".join(f"{m[1]}{i}" for i in range(int(m[2]), int(m[3]) + 1))
+
+    return re.sub(r"(\w+?)(\d)-(\d)", names, blocks)
+
+
+def test_table_of_networks():
+    """Parameters, blocks, and those behind which FedMLB branches."""
+    import fedmlb
+
+    text = (ROOT / "docs" / "networks.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d,]+) \| (.*) \|$", text, re.M)
+    [model] = [flag for flag in common.flags("", "x")._actions if flag.dest == "model"]
+    assert {name for name, *_ in rows} == set(model.choices)
+    for name, count, blocks in rows:
+        net = common.build_net(name, *NETWORK_SIZES.get(name, (100, 3, 32)))
+        assert sum(p.numel() for p in net.parameters()) == int(count.replace(",", "")), name
+        names, listed = [block for block, _ in net.named_children()], spelled_out(blocks)
+        assert listed.replace("*", "").split(", ") == names[:-1], name
+        branching = ", ".join(re.findall(r"\*(.*?)\*", listed)).split(", ")
+        assert branching == [names[cut - 1] for cut in fedmlb.pathway_cuts(net)], name

@@ -1,0 +1,38 @@
+"""analysis/features.py: the features of a run's samples, and principal components."""
+
+import numpy as np
+import torch
+from conftest import refused_amid_output
+
+from analysis import features, runs
+
+
+def test_features_of_a_run(run, capsys):
+    flags = "--clients 0,2 --classes 3,5,7 --samples 20 --no-tsne"
+    features.main([str(run), *flags.split()])
+    out = capsys.readouterr().out
+    for path in run.glob("features*"):
+        assert f"wrote {path}\n" in out
+    opened = runs.open_run(run)
+    arrays = np.load(run / "features.npz", allow_pickle=False)
+    index = arrays["index_2"]
+    labels = arrays["label_2"]
+    assert set(labels) <= {3, 5, 7}
+    assert (opened.data.y[index].numpy() == labels).all()
+    z = opened.client_net(2)[:-1](opened.data.normalise(opened.data.x[index])).detach()
+    np.testing.assert_allclose(arrays["client_2"], z.numpy(), atol=1e-5)
+
+
+def test_clients_and_classes_are_named_once(run, capsys):
+    refused_amid_output(capsys, features, [run, "--clients", "0,0"], "--clients", "twice")
+    refused_amid_output(capsys, features, [run, "--classes", "1,1"], "--classes", "twice")
+
+
+def test_principal_components():
+    torch.manual_seed(0)
+    z = torch.randn(30, 5) * torch.tensor([5.0, 3.0, 0.1, 0.1, 0.1])
+    xy, shares = features.principal_components(z)
+    covariance = np.cov(z.double().numpy().T)
+    variances = np.linalg.eigvalsh(covariance)[::-1]
+    assert np.allclose(xy.var(0, ddof=1), variances[:2])
+    assert shares.sum() > 0.95

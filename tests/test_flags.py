@@ -1,0 +1,204 @@
+"""Flags: their defaults and spellings, and one line of error for what makes no sense."""
+
+import argparse
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, flags, make_folder, refused
+from PIL import Image
+
+import common
+import fedavg
+
+
+def parsed(words):
+    return common.flags("x", "x").parse_args(words.split())
+
+
+def test_aliases():
+    words = "--client_number 64 --client_sample .25 --comm_round=7 --partition_alpha 0.1"
+    args = parsed(f"{words} --batch_size 8 --wd 0 --image_size 16")
+    assert (args.clients, args.sample, args.rounds, args.alpha) == (64, 0.25, 7, 0.1)
+    assert (args.batch_size, args.weight_decay, args.image_size) == (8, 0, 16)
+    args = parsed("--n_parties 5 --sample_fraction .5 --beta 2")
+    assert (args.clients, args.sample, args.alpha) == (5, 0.5, 2)
+    args = parsed("--num_of_clients 6 --participation_rate .3 --dirichlet_alpha 3")
+    assert (args.clients, args.sample, args.alpha) == (6, 0.3, 3)
+
+
+def test_defaults_are_fedaligns_main_setting():
+    args = vars(parsed(""))
+    expected = {
+        "dataset": "cifar100",
+        "model": "resnet56",
+        "partition": "dirichlet",
+        "alpha": 0.5,
+        "clients": 16,
+        "sample": 1,
+        "rounds": 25,
+        "epochs": 20,
+        "batch_size": 64,
+        "lr": 0.01,
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 1e-4,
+        "clip": 0,
+        "weighting": "samples",
+        "persist_opt": False,
+        "drop_last": False,
+    }
+    assert {k: args[k] for k in expected} == expected
+    assert isinstance(common.flags("x", "x"), argparse.ArgumentParser)
+
+
+def test_what_the_parser_notes():
+    """The script's name, and the words of the command without the folder."""
+    args = common.flags("x", "dir/fedx.py").parse_args(["--out", "a", "--n_parties=5", "--quiet"])
+    assert args.script == "fedx"
+    assert args.argv == ["--clients=5", "--quiet"]
+    assert common.flag_values(args).keys() == vars(args).keys() - {"script", "argv"}
+
+
+@pytest.mark.parametrize(
+    "words, left",
+    [
+        ("--lr 1 --out a", "--lr 1"),
+        ("--out=a --resume --lr 1", "--lr 1"),
+        ("--out a --resume", ""),
+        ("--out --resume --lr 1", "--lr 1"),
+    ],
+)
+def test_words_without_the_folder(words, left):
+    assert common.without_place(words.split()) == left.split()
+
+
+@pytest.mark.parametrize(
+    "text, name", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_device_flag(monkeypatch, text, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert flags("--device", text).device == name
+
+
+def test_device_is_auto_by_default(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert torch.device(parsed("").device).index == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert parsed("").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--clients 0", ["--clients", "at least 1"]),
+        ("--sample 0", ["--sample", "above 0"]),
+        ("--sample 1.5", ["--sample", "at most 1"]),
+        ("--alpha 0", ["--alpha", "above 0"]),
+        ("--alpha nan", ["--alpha", "nan"]),
+        ("--rounds -1", ["--rounds", "-1"]),
+        ("--rounds 2.5", ["--rounds", "integer"]),
+        ("--dataset cifar11", ["--dataset", "cifar11", "glyphs"]),
+        ("--lr inf", ["--lr"]),
+        ("--augment crop,spin", ["--augment", "rotateDEGREES"]),
+        ("--workers many", ["--workers"]),
+        ("--nonsense", ["--nonsense"]),
+        ("--model vit", ["--model", "resnet56"]),
+        ("--device tpu", ["--device", "cuda"]),
+        (f"--rounds {'9' * 1200}", ["--rounds", "at most"]),
+        ("--model resnet18 --batch-size 1", ["--batch-size", "batch norm"]),
+        ("--seed -1", ["--seed"]),
+        ("--similarity 101", ["--similarity", "100"]),
+        ("--split-file x", ["--split-file", "--partition file"]),
+        ("--partition file", ["--split-file"]),
+        ("--clients 61", ["600", "61", "--clients"]),
+        ("--alpha 0.001 --clients 55", ["1000 draws", "--alpha"]),
+        ("--partition file --split-file /nonexistent", ["--split-file /nonexistent"]),
+        ("--partition natural --clients 300", ["writers"]),
+        ("--partition iid --clients 601", ["no sample"]),
+        ("--drop-last --batch-size 599", ["--drop-last"]),
+        ("--dataset folder --data-dir /nonexistent", ["/nonexistent", "train"]),
+        ("--image-size 10", ["--image-size"]),
+        ("--model resnet56 --partition iid --clients 600", ["single sample"]),
+    ],
+)
+def test_bad_flags(tmp_path, capsys, argv, words):
+    out = tmp_path / "run"
+    refused(capsys, fedavg, [*TINY, "--out", out, *argv.split()], *words)
+    assert not out.exists()
+
+
+def test_resume_needs_a_folder(capsys):
+    refused(capsys, fedavg, [*TINY, "--resume"], "--resume", "--out")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu(tmp_path, capsys):
+    argv = [*TINY, "--device", "cuda", "--out", tmp_path / "run"]
+    refused(capsys, fedavg, argv, "--device", "no GPU")
+    assert not (tmp_path / "run").exists()
+
+
+def no_folder(root):
+    root.mkdir()
+
+
+def hollow(root):
+    (root / "train" / "ape").mkdir(parents=True)
+    (root / "test").mkdir()
+
+
+def odd_size(root):
+    make_folder(root, (32, 32))
+    Image.fromarray(np.zeros((9, 7, 3), np.uint8)).save(root / "train/bee/2.png")
+
+
+def cut_file(root):
+    path = make_folder(root, (32, 32)) / "test/ape/1.png"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def other_classes(root):
+    make_folder(root, (32, 32))
+    (root / "test/bee").rename(root / "test/cow")
+
+
+def deep_pixels(root):
+    make_folder(root, (32, 32))
+    Image.fromarray(np.zeros((32, 32), np.uint16)).save(root / "train/ape/0.png")
+
+
+def wide(root):
+    make_folder(root, (32, 24))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (no_folder, ["images", "train"]),
+        (hollow, ["images", "ape"]),
+        (odd_size, ["bee/2.png", "7x9", "--image-size"]),
+        (cut_file, ["ape/1.png", "not a readable image"]),
+        (other_classes, ["bee", "classes"]),
+        (deep_pixels, ["ape/0.png", "8 bits"]),
+        (wide, ["32x24", "--image-size"]),
+    ],
+)
+def test_bad_images(tmp_path, capsys, make, words):
+    make(tmp_path / "images")
+    argv = ["--dataset", "folder", "--data-dir", tmp_path / "images", "--out", tmp_path / "run"]
+    refused(capsys, fedavg, [*TINY, *argv], *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
+    from torchvision import datasets
+
+    def offline(*args, **kwargs):
+        raise RuntimeError("Error downloading\ncifar-100-python.tar.gz")
+
+    monkeypatch.setattr(datasets, "CIFAR100", offline)
+    argv = [*TINY, "--dataset", "cifar100", "--out", tmp_path / "run"]
+    refused(capsys, fedavg, argv, "cifar100", "downloaded", "folder")

@@ -1,0 +1,243 @@
+"""Losses and steps of FedProx, MOON, Mixup, and those that distil, against hand computations."""
+
+import copy
+
+import fedgkd
+import fedntd
+import fedprox
+import mixup
+import moon
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import TINY, args_of, same
+from hand import (
+    DOUBLE,
+    batch,
+    begin,
+    close,
+    cross_entropy,
+    finish,
+    gradients,
+    kl,
+    moved_network,
+    numpy_logits,
+    received_of,
+    softmax,
+    state_of,
+    twins,
+    two_networks,
+)
+
+import common
+
+# --- FedProx
+
+
+def test_fedprox_step_by_hand():
+    """A linear classifier z = W x + b of two inputs and three classes, v = w + d, d of both signs.
+
+    By hand
+        dL/dW = (softmax(z) - onehot(y))' x / n + mu d_W,
+        dL/db = mean(softmax(z) - onehot(y)) + mu d_b,
+    the new v is v - lr dL/dv, and the loss has mu/2 |d|^2."""
+    mu, lr = 0.7, 0.3
+    argv = [*TINY, "--momentum", "0", "--weight-decay", "0", "--mu", str(mu), "--lr", str(lr)]
+    args = args_of(fedprox, *argv)
+    worker = common.Worker(nn.Sequential(common.Classifier(2, 3)), common.glyphs(), args, 4)
+    worker.net.double().train()
+    client = common.Client(0, np.arange(8), {})
+    step = next(fedprox.local_update(worker, client, {"round": 1}, args))
+    w = [p.detach().clone().numpy() for p in worker.net.parameters()]
+    d = [np.array([[1.0, -2.0], [0.5, 0.0], [-0.25, 3.0]]), np.array([0.1, -0.2, 0.3])]
+    with torch.no_grad():
+        for p, shift in zip(worker.net.parameters(), d):
+            p.add_(torch.from_numpy(shift))
+    v = [a + b for a, b in zip(w, d)]
+    x = np.array([[1.0, 2.0], [-1.0, 0.5], [0.0, -3.0], [2.0, 2.0]])
+    y = np.array([0, 2, 1, 1])
+    z = x @ v[0].T + v[1]
+    error = softmax(z) - np.eye(3)[y]
+    expected = [v[0] - lr * (error.T @ x / 4 + mu * d[0]), v[1] - lr * (error.mean(0) + mu * d[1])]
+    loss = step(torch.from_numpy(x), torch.from_numpy(y))
+    by_hand = cross_entropy(z, y) + mu / 2 * sum((shift**2).sum() for shift in d)
+    assert loss.item() == pytest.approx(by_hand, rel=1e-12)
+    for p, e in zip(worker.net.parameters(), expected):
+        assert np.allclose(p.detach().numpy(), e, rtol=1e-12)
+
+
+def test_add_proximal_by_hand():
+    """v = (3, 1), w = (1, 2), mu 0.5: the value is 0.25 (4 + 1), the gradient gets 0.5 (2, -1)."""
+    net = nn.Linear(2, 1, bias=False).double()
+    net.weight.data = torch.tensor([[3.0, 1.0]], **DOUBLE)
+    net.weight.grad = torch.tensor([[10.0, 20.0]], **DOUBLE)
+    value = common.add_proximal(net, [torch.tensor([[1.0, 2.0]], **DOUBLE)], 0.5)
+    assert value.item() == pytest.approx(1.25)
+    assert net.weight.grad.tolist() == [[11, 19.5]]
+    assert net.weight.tolist() == [[3, 1]]
+
+
+# --- MOON
+
+
+def test_contrastive_loss_by_hand():
+    """cos = 1 to z_glob and 0 to z_prev, temperature 1/2: -log(e^2 / (e^2 + e^0)); and reversed."""
+    z, other = torch.tensor([[2.0, 0.0]], **DOUBLE), torch.tensor([[0.0, 5.0]], **DOUBLE)
+    e2 = np.exp(2)
+    loss = moon.contrastive_loss
+    assert loss(z, 3 * z, other, 0.5).item() == pytest.approx(-np.log(e2 / (e2 + 1)))
+    assert loss(z, other, 3 * z, 0.5).item() == pytest.approx(-np.log(1 / (e2 + 1)))
+    assert loss(z, -z, other, 0.5).item() == pytest.approx(-np.log((1 / e2) / (1 / e2 + 1)))
+
+
+def test_moon_step():
+    prev = moved_network(0.2, seed=9)
+    state = {"net": state_of(prev)}
+    worker, step, generator, client, _, w = begin("moon", ["--mu", "0.6"], state=state)
+    x, y = batch()
+    twin, glob = twins(worker, w)
+    z = twin[:-1](x)
+    cos = [
+        (z * o).sum(1) / z.norm(dim=1) / o.norm(dim=1) / 0.5
+        for o in (glob[:-1](x).detach(), prev[:-1](x).detach())
+    ]
+    contrast = -(cos[0] - torch.logsumexp(torch.stack(cos), 0)).mean()
+    total = F.cross_entropy(twin[-1](z), y) + 0.6 * contrast
+    expected = torch.autograd.grad(total, list(twin.parameters()))
+    loss, grads = gradients(worker, step, x, y)
+    assert loss == pytest.approx(total.item(), rel=1e-6)
+    assert close(grads, expected)
+    finish(generator)
+    assert same(client.state["net"], worker.net.state_dict())
+    assert not same(client.state["net"], w)
+
+
+@pytest.mark.parametrize("name", ["moon", "fedcka"])
+def test_contrast_is_left_out_before_a_client_has_a_model(name):
+    worker, step, *_ = begin(name)
+    x, y = batch()
+    expected = cross_entropy(numpy_logits(worker.net, x), y.numpy())
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+
+
+# --- Mixup
+
+
+def test_mixup_step():
+    worker, step, *_ = begin("mixup", ["--gamma", "0.8"])
+    x, y = batch(n=5)  # a short batch: the permutation stays within it
+    beta, order = worker.row("beta").item(), worker.row("order")[:5].argsort()
+    assert 0 < beta < 1
+    assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
+    z = numpy_logits(worker.net, beta * x + (1 - beta) * x[order])
+    mine, others = cross_entropy(z, y.numpy()), cross_entropy(z, y[order].numpy())
+    assert step(x, y).item() == pytest.approx(beta * mine + (1 - beta) * others, rel=1e-9)
+    assert worker.draws["beta"].shape == (40,)  # one number a batch
+
+
+def test_mixup_draws_from_beta():
+    """The variance of Beta(gamma, gamma) is 1 / (4 (2 gamma + 1))."""
+    drawn = mixup.draw_beta(np.random.default_rng(0), 20_000, 0.8)
+    assert drawn.shape == (20_000,)
+    assert drawn.var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), rel=0.03)
+    assert (mixup.draw_beta(np.random.default_rng(0), 9, 0) == np.ones(9)).all()
+
+
+# --- distillation
+
+
+def test_fedkd_step():
+    x, y = batch()
+    worker, step, *_, w = begin("fedkd")
+    _, teacher = twins(worker, w)
+    z = numpy_logits(worker.net, x)
+    distance = kl(softmax(numpy_logits(teacher, x)), softmax(z))
+    expected = 0.8 * cross_entropy(z, y.numpy()) + 0.2 * distance
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_fitnet_step():
+    """cnn has six blocks before the classifier, all with parameters."""
+    x, y = batch()
+    worker, step, *_, w = begin("fitnet", ["--gamma", "0.5"])
+    mine, teacher = twins(worker, w)
+    z = numpy_logits(worker.net, x)
+    hint, h, t = 0, x, x
+    for m in range(6):
+        h, t = mine[m](h), teacher[m](t)
+        hint += ((h - t) ** 2).mean().item() / 6
+    expected = cross_entropy(z, y.numpy()) + 0.5 * hint
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_fitnet_compares_behind_the_pooling():
+    """resnet18-gn has five features: stem, stages 1 to 3, and stage 4 after its pooling."""
+    worker, step, *_, w = begin("fitnet", net=two_networks("resnet18-gn", 10))
+    x, y = batch(2)[0][:, :, ::4, ::4], torch.tensor([1, 7])
+    mine, glob = twins(worker, w)
+    h, t, total = x, x, 0
+    for m in range(6):
+        h, t = mine[m](h), glob[m](t)
+        total += ((h - t) ** 2).mean().item() / 5 if m != 4 else 0
+    expected = F.cross_entropy(mine[6](h), y).item() + total
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_not_true_divergence_by_hand():
+    """Three classes, the true one 0.
+
+    Logits (9, 0, log 3) of the teacher give (1/4, 3/4) without it, the student's (1/2, 1/2)."""
+    teacher = torch.tensor([[9.0, 0.0, np.log(3)]], **DOUBLE)
+    out = torch.tensor([[-7.0, 2.0, 2.0]], **DOUBLE, requires_grad=True)
+    found = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 1.0)
+    assert found.item() == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5))
+    found.backward()
+    assert out.grad[0].numpy() == pytest.approx([0, 0.5 - 0.25, 0.5 - 0.75])
+    halved = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 2.0)
+    p = 1 / (1 + 3**0.5)
+    assert halved.item() == pytest.approx(p * np.log(2 * p) + (1 - p) * np.log(2 * (1 - p)))
+
+
+@pytest.mark.parametrize("rule, ce_weight, kl_weight", [("convex", 0.7, 0.3), ("sum", 1, 4)])
+def test_fedntd_weights(rule, ce_weight, kl_weight):
+    x, y = batch()
+    worker, step, *_, w = begin("fedntd", ["--weighting-rule", rule, "--tau", "2"])
+    _, teacher = twins(worker, w)
+    z, t = numpy_logits(worker.net, x), numpy_logits(teacher, x)
+    rest = np.array([[c for c in range(62) if c != label] for label in y.tolist()])
+    p, q = (softmax(np.take_along_axis(v, rest, 1) / 2) for v in (t, z))
+    expected = ce_weight * cross_entropy(z, y.numpy()) + kl_weight * kl(p, q)
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_fedgkd_step():
+    mean = moved_network(0.1, seed=4)
+    x, y = batch()
+    worker, step, _, client, *_ = begin("fedgkd", server={"mean": state_of(mean)})
+    z = numpy_logits(worker.net, x)
+    ce = cross_entropy(z, y.numpy())
+    expected = ce + 0.1 * kl(softmax(numpy_logits(mean, x)), softmax(z))
+    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    assert client.bytes_down == common.nbytes(mean.state_dict())
+    worker, step, _, client, *_ = begin("fedgkd")  # the first round has no teacher
+    assert step(x, y).item() == pytest.approx(ce, rel=1e-9)
+    assert client.bytes_down == 0
+
+
+def test_fedgkd_buffer():
+    """The mean of the last two global models, the first of them the initial one."""
+    net, server, args = nn.Linear(2, 1), {}, args_of(fedgkd, *TINY, "--buffer", "2")
+    history = [state_of(net)]
+    for i in range(3):
+        fedgkd.aggregate(net, received_of(net, [i + 1], [1.0]), server, args)
+        history.append({k: v + i + 1 for k, v in history[-1].items()})
+        assert close(net.state_dict(), history[-1])
+        expected = {k: torch.stack([h[k] for h in history[-2:]]).mean(0) for k in history[0]}
+        assert close(server["mean"], expected)
+        assert len(server["buffer"]) == 2
+    before = copy.deepcopy(server["buffer"])
+    with torch.no_grad():
+        net.weight.add_(1)
+    assert same(before[-1], server["buffer"][-1])  # a copy of what the network held

@@ -1,0 +1,354 @@
+"""FedAlign, StochDepth, GradAug and FedCKA, which look inside the network, by hand."""
+
+import copy
+
+import fedalign
+import fedcka
+import gradaug
+import numpy as np
+import pytest
+import stochdepth
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import TINY, args_of, same
+from hand import (
+    DOUBLE,
+    batch,
+    begin,
+    close,
+    finish,
+    gradients,
+    moved_network,
+    state_of,
+    twins,
+    two_networks,
+)
+
+import common
+from extras import similarities
+
+# --- FedAlign
+
+
+def test_transmitting_matrix_by_loops():
+    """1/(HW) sum_p a_p b_p', the 4 x 4 input averaged over 2 x 2 squares to the output's places."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 3, 4, 4)), rng.normal(size=(2, 5, 2, 2))
+    t = np.zeros((2, 3, 5))
+    for i in range(2):
+        for row in range(2):
+            for column in range(2):
+                square = a[i, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+                t[i] += np.outer(square.mean((1, 2)), b[i, :, row, column]) / 4
+    found = fedalign.transmitting_matrix(torch.from_numpy(a), torch.from_numpy(b))
+    assert np.allclose(found.numpy(), t, rtol=1e-12)
+
+
+def test_spectral_norm():
+    """Against singular values, and by hand.
+
+    Of relu features, on which ten steps from ones are accurate to 1e-6; of matrices of both signs,
+    with more steps; and of [[1, 0], [0, 3]] by hand after one and two steps from (1, 1): T T' =
+    diag(1, 9), so the norms are sqrt(82) and then |(1, 81)| / sqrt(82), and K is the root of the
+    last."""
+    spectral_norm, exact = fedalign.spectral_norm, torch.linalg.matrix_norm
+    g = torch.Generator().manual_seed(0)
+    features = torch.rand(6, 20, 30, generator=g, **DOUBLE)
+    assert torch.allclose(spectral_norm(features), exact(features, 2), rtol=1e-6)
+    signed = torch.randn(6, 5, 4, generator=g, **DOUBLE)
+    assert torch.allclose(spectral_norm(signed, 500), exact(signed, 2), rtol=1e-6)
+    t = torch.diag(torch.tensor([1.0, 3.0], **DOUBLE))[None]
+    assert spectral_norm(t, 1).item() == pytest.approx(82**0.25)
+    assert spectral_norm(t, 2).item() == pytest.approx(((1 + 81**2) / 82) ** 0.25)
+    assert spectral_norm(torch.zeros(2, 3, 3)).tolist() == [pytest.approx(0, abs=1e-6)] * 2
+    for size in (1e-12, 1e12):  # whose fourth powers are beyond fp32
+        expected = size * exact(features, 2).float()
+        assert torch.allclose(spectral_norm(size * features.float()), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["ce", "none"])
+@pytest.mark.parametrize("lip_input", ["slim", "full"])
+def test_fedalign_step_by_an_independent_formula(scale, lip_input):
+    """Spelled out with functional calls and singular values, gradients by autograd, in float64.
+
+    On cnn, block L is the second convolution: 16 -> 32 channels, at width 0.25 its leading 8 -> 8.
+    The loss is
+        CE + mu c mean((K_S - K_F)^2),   K_F constant, c = CE / L_Lip constant (or 1)
+    with f_(L-1) detached. Clipping is off."""
+    mu, lr = 0.3, 0.1
+    argv = ["--mu", str(mu), "--clip", "0", "--lip-scale", scale, "--lip-input", lip_input]
+    worker, step, *_ = begin("fedalign", argv)
+    x, y = torch.randn(5, 3, 32, 32, **DOUBLE), torch.tensor([3, 1, 4, 1, 5])
+    p = {k: v.detach().clone().requires_grad_() for k, v in worker.net.named_parameters()}
+    h = F.conv2d(x, p["conv1.0.weight"], p["conv1.0.bias"]).relu()
+    f = F.conv2d(F.max_pool2d(h, 2), p["conv2.1.weight"], p["conv2.1.bias"]).relu()
+    z = F.max_pool2d(f, 2).flatten(1)
+    for name in ("fc1.2", "fc2.0", "fc3.0", "fc4.0", "classifier"):
+        z = F.linear(z, p[name + ".weight"], p[name + ".bias"])
+        z = z.relu() if name in ("fc1.2", "fc2.0", "fc3.0") else z
+    ce = -(z - z.logsumexp(1, keepdim=True))[range(5), y].mean()
+    h, f = h.detach(), f.detach()
+    weight, bias = p["conv2.1.weight"][:8, :8], p["conv2.1.bias"][:8]
+    f_s = F.conv2d(F.max_pool2d(h[:, :8], 2), weight, bias).relu()
+
+    def k(a, b):
+        a = F.adaptive_avg_pool2d(a, (10, 10))
+        return torch.linalg.svdvals(torch.einsum("nihw,njhw->nij", a, b) / 100)[:, 0]
+
+    lip = (k(h if lip_input == "full" else h[:, :8], f_s) - k(h, f)).square().mean()
+    total = ce + mu * (ce.item() / lip.item() if scale == "ce" else 1) * lip
+    total.backward()
+    loss = step(x, y)
+    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+    if scale == "ce":
+        assert loss.item() == pytest.approx((1 + mu) * ce.item(), rel=1e-9)
+    for name, v in worker.net.named_parameters():
+        assert torch.allclose(v, p[name] - lr * p[name].grad, rtol=1e-5, atol=1e-8), name
+
+
+def test_fedalign_survives_dead_features():
+    """All-zero features make T a matrix of zeros: no NaN from norm, division or gradient."""
+    net = two_networks()
+    nn.init.constant_(net[0][0].bias, -1e3)
+    worker, step, *_ = begin("fedalign", net=net)
+    assert (worker.net[0](batch(4)[0]) == 0).all()
+    assert step(*batch(4)).isfinite()
+    assert all(p.isfinite().all() for p in worker.net.parameters())
+
+
+# --- StochDepth
+
+
+def test_stochdepth_probabilities():
+    """rho_l = 1 - l/L (1 - rho_L): of 4 blocks at 0.8 by hand 0.95, 0.9, 0.85, 0.8.
+
+    The code's rule: 1, 1 - 0.2/3, ..., 0.8."""
+    paper, code = ([0.95, 0.9, 0.85, 0.8], [1, 1 - 0.2 / 3, 1 - 0.4 / 3, 0.8])
+    assert stochdepth.keep_probabilities(4, 0.8) == pytest.approx(paper)
+    assert stochdepth.keep_probabilities(4, 0.8, "code") == pytest.approx(code)
+
+
+def test_stochastic_block():
+    """Kept: relu(F + I), statistics move; skipped: relu(I), they stand still, gradients are zero.
+
+    In eval mode: relu(keep F + I)."""
+    torch.manual_seed(0)
+    plain = common.build_net("resnet56", 10)[2][0].double()
+    block = stochdepth.StochasticResidual(plain, 0.7)
+    x = torch.randn(4, 64, 8, 8, **DOUBLE)
+    block.train()
+    norms = [m for m in block.branch if isinstance(m, nn.BatchNorm2d)]
+    block.mask.zero_()
+    out = block(x)
+    out.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(out, F.relu(copy.deepcopy(plain.shortcut)(x)))
+    assert all(n.num_batches_tracked == 0 and n.running_mean.abs().max() == 0 for n in norms)
+    assert all(p.grad is not None and p.grad.abs().max() == 0 for p in block.branch.parameters())
+    assert plain.shortcut[1].num_batches_tracked == 1
+    block.mask.fill_(1)
+    expected = copy.deepcopy(plain).train()
+    assert torch.allclose(block(x), expected(x))
+    assert all(n.num_batches_tracked == 1 for n in norms)
+    assert torch.allclose(norms[0].running_mean, expected.branch[1].running_mean)
+    block.eval()
+    assert torch.allclose(block(x), F.relu(0.7 * block.branch(x) + block.shortcut(x)))
+
+
+def test_stochdepth_draws_each_block_at_its_rate():
+    """A thousand steps' rows: within 4 standard errors."""
+    net = common.build_net("resnet56", 62)
+    args = common.argparse.Namespace(keep=0.5, rule="paper", model="resnet56")
+    stochdepth.adapt(net, args)
+    assert set(net.state_dict()) == set(common.build_net("resnet56", 62).state_dict())
+    worker, *_ = begin("stochdepth", ["--keep", "0.5", "--model", "resnet56"], net=net)
+    assert worker.draws["kept"].shape == (40, 18)
+    drawn = {}
+
+    def draw(name, f):
+        drawn[name] = f(np.random.default_rng(0), 1000)
+
+    worker.draw = draw
+    next(stochdepth.local_update(worker, None, {}, worker.args))
+    rates = stochdepth.keep_probabilities(18, 0.5)
+    assert np.abs(drawn["kept"].mean(0) - rates).max() < 0.06
+    assert set(np.unique(drawn["kept"])) == {0.0, 1.0}
+    with pytest.raises(common.UserError, match="residual"):
+        stochdepth.adapt(common.build_net("cnn", 62), args)
+
+
+# --- GradAug
+
+
+def test_gradaug_shapes():
+    """The widest first; the narrowest is always --min-width, but with --widths paper."""
+    worker, *_, args, _ = begin("gradaug", ["--subnets", "2"])
+    assert len(worker.shapes) == 4
+    assert all(len(s) == 2 and s[0][0] >= s[1][0] for s in worker.shapes)
+    least = gradaug.same_channels(0.8, (16, 32, 84, 120, 256))
+    assert all(shape[-1][0] == least for shape in worker.shapes)
+    assert {r for s in worker.shapes for _, r in s} <= {32, 28, 24, 20}
+    channels, rng = (16, 32, 64, 128, 256), np.random.default_rng(0)
+    many = gradaug.draw_shapes(rng, 400, args, channels, [32, 28, 24, 20])
+    assert {r for s in many for _, r in s} == {32, 28, 24, 20}
+    assert len({s[0][0] for s in many}) > 5
+    args.widths = "paper"
+    many = gradaug.draw_shapes(rng, 400, args, channels, [32])
+    assert len({s[1][0] for s in many}) > 5
+
+
+def test_gradaug_step():
+    """CE + mu (KL_1 + KL_2), students by at_width on resized images, the teacher constant."""
+    worker, step, *_ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"])
+    worker.shape = ((0.9, 24), (0.5, 20))
+    x, y = batch()
+    twin = copy.deepcopy(worker.net)
+    out = twin(x)
+    teacher, total = out.detach().softmax(1), F.cross_entropy(out, y)
+    options = {"mode": "bilinear", "align_corners": True}
+    for width, size in worker.shape:
+        small = F.interpolate(F.interpolate(x, (size, size), **options), (32, 32), **options)
+        student = common.at_width(twin, small, width).log_softmax(1)
+        total = total + 0.4 * (teacher * (teacher.log() - student)).sum(1).mean()
+    expected = torch.autograd.grad(total, list(twin.parameters()))
+    loss, grads = gradients(worker, step, x, y)
+    assert loss == pytest.approx(total.item(), rel=1e-9)
+    assert close(grads, expected)
+
+
+def test_gradaug_defaults_and_same_channels():
+    mus = [args_of(gradaug, *TINY, "--subnets", n).mu for n in "1234"]
+    assert mus == [2.0, 1.75, 1.5, 1.25]
+    assert common.make_divisible(50, 1.0) == 50
+    channels = (16, 32, 64, 128, 256)
+    for width in (0.8, 0.813, 0.9, 0.999, 1.0):
+        found = gradaug.same_channels(width, channels)
+        assert found <= width
+        for c in channels:
+            assert common.make_divisible(c, found) == common.make_divisible(c, width)
+
+
+# --- FedCKA
+
+
+def test_linear_cka():
+    """Gram form = feature form ||B'A||^2 / (||A'A|| ||B'B||) to 1e-10.
+
+    Invariant to rotations and scaling; 1 with itself; a gradient where nothing varies."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(9, 40, generator=g, **DOUBLE), torch.randn(9, 25, generator=g, **DOUBLE) + 2
+    ca, cb = a - a.mean(0), b - b.mean(0)
+    feature_form = (cb.T @ ca).square().sum() / ((ca.T @ ca).norm() * (cb.T @ cb).norm())
+    assert abs(fedcka.linear_cka(a, b) - feature_form) < 1e-10
+    assert 0 < feature_form < 1
+    q, _ = torch.linalg.qr(torch.randn(40, 40, generator=g, **DOUBLE))
+    assert abs(fedcka.linear_cka(3 * a @ q, b) - feature_form) < 1e-10
+    assert abs(fedcka.linear_cka(a, a) - 1) < 1e-10
+    ones = torch.ones(4, 3, requires_grad=True)
+    fedcka.linear_cka(ones, torch.ones(4, 3)).backward()
+    assert ones.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("samples", [9, 8])
+def test_kernel_cka(samples):
+    """HSIC(j, k) = tr(j h k h), over the root of those with themselves; h centres.
+
+    The bandwidth is numpy's median of all pairs, which averages the middle two of an even count."""
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(samples, 40, generator=g, **DOUBLE)
+    b = torch.randn(samples, 25, generator=g, **DOUBLE) + 2
+    h = torch.eye(samples, **DOUBLE) - 1 / samples
+
+    def gram(v):
+        d = ((v[:, None] - v[None]) ** 2).sum(2)
+        return torch.exp(-d / (2 * float(np.median(d.numpy()))))
+
+    def hsic(j, k):
+        return torch.trace(j @ h @ k @ h)
+
+    j, k = gram(a), gram(b)
+    expected = hsic(j, k) / (hsic(j, j) * hsic(k, k)).sqrt()
+    assert abs(similarities.kernel_cka(a, b) - expected) < 1e-10
+
+
+def test_frobenius_and_cosine():
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(9, 25, generator=g, **DOUBLE), torch.randn(9, 25, generator=g, **DOUBLE) + 2
+    distance = ((a - b) ** 2).sum().item() / 225
+    assert similarities.frobenius(a, b).item() == pytest.approx(-distance)
+    cosine = ((a * b).sum() / (a.norm() * b.norm())).item()
+    assert similarities.cosine(a, b).item() == pytest.approx(cosine)
+
+
+@pytest.mark.parametrize("metric", ["frobenius", "cosine", "kernel-cka"])
+def test_fedcka_with_another_similarity(metric):
+    """The same formula with the similarity in place of linear CKA."""
+    prev = moved_network(0.2, seed=9)
+    argv = ["--mu", "0.6", "--similarity-metric", metric]
+    worker, step, *_, w = begin("fedcka", argv, state={"net": state_of(prev)})
+    x, y = batch()
+    twin, glob = twins(worker, w)
+    s = similarities.METRICS[metric]
+    contrast = 0
+    for m in (1, 2):
+        a, g, p = (net[:m](x).flatten(1) for net in (twin, glob, prev))
+        towards, away = s(a, g).exp(), s(a, p).exp()
+        contrast = contrast - torch.log(towards / (towards + away)) / 2
+    expected = F.cross_entropy(twin(x), y) + 0.6 * contrast
+    assert step(x, y).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("cka", [fedcka.linear_cka, similarities.kernel_cka])
+@pytest.mark.parametrize("scale, mean", [(1, 0), (1e3, 0), (1e-6, 0), (1, 20)])
+def test_cka_in_single_precision(cka, scale, mean):
+    """As in float64 whatever the activations' scale and mean, gradient too."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 2000, generator=g), torch.randn(64, 2000, generator=g)
+    a[:, 0] += 30 * b[:, 0]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, y = ((scale * v + mean).to(dtype) for v in (a, b))
+        x.requires_grad_()
+        s = cka(x, y)
+        s.backward()
+        found.append((s.item(), x.grad.double() * scale))
+    (s, grad), (exact, exact_grad) = found
+    assert s == pytest.approx(exact, rel=1e-4)
+    assert (grad - exact_grad).norm() < 1e-3 * exact_grad.norm()
+
+
+def test_fedcka_step():
+    prev = moved_network(0.2, seed=9)
+    state = {"net": state_of(prev)}
+    worker, step, generator, client, _, w = begin("fedcka", ["--mu", "0.6"], state=state)
+    x, y = batch()
+    twin, glob = twins(worker, w)
+    out, total, a, g, p = twin(x), 0, x, x, x
+    for m in (0, 1):
+        a, g, p = twin[m](a), glob[m](g).detach(), prev[m](p).detach()
+        center = [v.flatten(1) - v.flatten(1).mean(0) for v in (a, g, p)]
+        grams = [v @ v.T for v in center]
+        s = [(grams[0] * gram).sum() / grams[0].norm() / gram.norm() for gram in grams[1:]]
+        total = total - torch.log(s[0].exp() / (s[0].exp() + s[1].exp())) / 2
+    total = F.cross_entropy(out, y) + 0.6 * total
+    expected = torch.autograd.grad(total, list(twin.parameters()))
+    loss, grads = gradients(worker, step, x, y)
+    assert loss == pytest.approx(total.item(), rel=1e-6)
+    assert close(grads, expected)
+    assert not step(x[:2], y[:2]).isnan()
+    finish(generator)
+    assert same(client.state["net"], worker.net.state_dict())
+    assert not same(client.state["net"], w)
+
+
+def test_fedcka_layers():
+    """Of a ResNet the stem and the first residual block are the first two.
+
+    cnn's seven layers include its output."""
+    net = common.build_net("resnet50", 10)
+    assert fedcka.layers(net)[:3] == [net[0], net[1][0], net[1][1]]
+    assert len(fedcka.layers(net)) == 1 + 16 + 2
+    state = {"net": state_of(two_networks().double())}
+    _, step, *_ = begin("fedcka", ["--layers", "7"], state=state)
+    assert step(*batch()).isfinite()

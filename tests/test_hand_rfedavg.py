@@ -1,0 +1,168 @@
+"""rFedAvg, its noisy variant and its authors' reading, by hand."""
+
+import numpy as np
+import pytest
+import qfedavg
+import rfedavg
+import rfedavg_code
+import rfedavg_dp
+import scaffold
+import torch
+import torch.nn.functional as F
+from conftest import TINY, args_of, flags, parts_of, same
+from hand import batch, begin, finish, gradients, state_of, twins
+from methods import final
+
+import common
+
+
+@pytest.mark.parametrize(
+    "name, argv, chosen",
+    [
+        ("rfedavg", "--variant rfedavg", [1, 4, 7]),
+        ("rfedavg", "--variant rfedavg+", [1, 4, 7]),
+        ("rfedavg_dp", "", [1, 4, 7]),
+        ("rfedavg_code", "--variant rfedavg", [1]),
+        ("rfedavg_code", "--variant rfedavg+", [0, 1]),
+    ],
+)
+def test_rfedavg_step(name, argv, chosen):
+    """rfedavg: CE + lam mean_j |phi - delta_j|^2; rfedavg+: CE + lam |phi - mean_j delta_j|^2.
+
+    Of clients 0, 1, 4 and 7 there are deltas; 0 trains, 0 and 1 are sampled. The code's reading
+    takes those of sampled clients alone, in rfedavg+ the own one too."""
+    g = torch.Generator().manual_seed(0)
+    deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
+    x, y = batch()
+    argv = [*argv.split(), "--lam", "0.3", "--clients", "10"]
+    worker, step, _, client, args, w = begin(name, argv, server={"deltas": deltas})
+    twin, _ = twins(worker, w)
+    phi = twin[:-1](x)
+    others, mean = torch.stack([deltas[j] for j in chosen]), phi.mean(0)
+    if "rfedavg" in argv:
+        r_k = (mean - others).square().sum(1).mean()
+    else:
+        r_k = (mean - others.mean(0)).square().sum()
+    total = F.cross_entropy(twin[-1](phi), y) + 0.3 * r_k
+    expected = torch.autograd.grad(total, list(twin.parameters()))
+    loss, grads = gradients(worker, step, x, y)
+    assert loss == pytest.approx(total.item(), rel=1e-5)
+    for a, e in zip(grads.values(), expected):  # features are fp32
+        assert torch.allclose(a, e, rtol=1e-4, atol=1e-6)
+    if name == "rfedavg_code" and "rfedavg" in argv:
+        assert client.bytes_down == 4 * 256 * len(chosen)
+    else:
+        assert client.bytes_down == 4 * 256 * (10 if "rfedavg" in argv else 1)
+
+
+@pytest.mark.parametrize(
+    "variant, sample, down", [("rfedavg", "1", 4), ("rfedavg+", "1", 1), ("rfedavg+", "0.5", 1)]
+)
+def test_rfedavg_deltas(tmp_path, variant, sample, down):
+    """delta: of the local network at the end of the round, or of the new global network.
+
+    Bytes as 4S + 4dN down, 4S + 4d up; with sampling rfedavg+ downloads the new model once more."""
+    out = tmp_path / "run"
+    argv = [*TINY, "--variant", variant, "--sample", sample, "--rounds", "3", "--out", str(out)]
+    net, rows = rfedavg.main([*argv, "--save-clients"])
+    size, delta = common.nbytes(net.state_dict()), 4 * 256
+    sampled, again = (4, 0) if sample == "1" else (2, size)
+    expected = sampled * (size + down * delta + again)
+    assert [row["bytes_down"] for row in rows[1:]] == [expected] * 2
+    assert all(row["bytes_up"] == sampled * (size + delta) for row in rows)
+    assert rows[1]["bytes_delta"] == sampled * (down + 1) * delta
+    assert ("synchronise" in rows[0]["seconds"]) == (variant == "rfedavg+")
+    deltas = common.load(out / "checkpoint.pt")["server"]["deltas"]
+    data, k = common.glyphs(), rows[-1]["clients"][0]
+    part = parts_of(flags())[k]
+    if variant == "rfedavg":
+        net.load_state_dict(common.load(out / "clients" / f"{k}.pt"))
+    net.eval()
+    with torch.no_grad():
+        mean = net[:-1](data.normalise(data.x[part])).mean(0)
+    assert torch.allclose(deltas[k], mean, atol=1e-4)
+
+
+def test_rfedavg_noise():
+    """Clipped to norm C; the noise has standard deviation sigma C / B, B = 32."""
+    argv = [*TINY, "--noise", "2", "--noise-clip", "0.01"]
+    args, delta = args_of(rfedavg_dp, *argv), torch.full((256,), 3.0)
+    rngs = [common.keyed("test", i) for i in range(60)]
+    draws = torch.stack([rfedavg_dp.noisy(delta, rng, args) for rng in rngs])
+    assert draws.std(0).mean().item() == pytest.approx(2 * 0.01 / 32, rel=0.1)
+    assert draws.mean(0).norm().item() == pytest.approx(0.01, rel=0.2)
+    args.noise = 0.0
+    short = delta / delta.norm() / 200  # of norm 0.005, which is not clipped
+    assert torch.allclose(rfedavg_dp.noisy(short, rngs[0], args), short)
+
+
+def test_rfedavg_without_noise_or_clipping_is_rfedavg_plus(tmp_path):
+    plus, _ = final("rfedavg", tmp_path / "plus", "--rounds", "3", "--lam", "0.1")
+    argv = ["--noise", "0", "--noise-clip", "1e9", "--rounds", "3", "--lam", "0.1"]
+    assert same(plus, final("rfedavg_dp", tmp_path / "dp", *argv)[0])
+    noise = ["--noise", "1", "--noise-clip", "1", "--rounds", "3", "--lam", "0.1"]
+    assert not same(plus, final("rfedavg_dp", tmp_path / "noise", *noise)[0])
+
+
+@pytest.mark.parametrize("variant, mean", [("rfedavg", 1.0), ("rfedavg+", 0.5)])
+def test_rfedavg_by_the_authors_code(tmp_path, variant, mean):
+    """delta is of one random batch; only clients of this round count, in rfedavg+ the own too.
+
+    Of clients 0 and 1 this is client 0; delta_j is j everywhere."""
+    deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
+    argv = ["--variant", variant]
+    worker, _, generator, client, args, _ = begin("rfedavg_code", argv, server={"deltas": deltas})
+    assert worker.pins["mean"].mean().item() == mean
+    assert worker.pins["mean"].std() == 0
+    finish(generator)
+    assert ("delta" in client.records) == (variant == "rfedavg")
+    other = common.Client(0, np.arange(64), {})
+    delta = rfedavg_code.mean_feature(worker, other, {"round": 1}, args)
+    order = common.keyed("delta", args.seed, 1, 0).permutation(64)
+    first = common.Client(0, order[:32], {})
+    assert torch.equal(delta, rfedavg.mean_feature(worker.net, worker.batches(first)))
+    assert not torch.allclose(delta, rfedavg.mean_feature(worker.net, worker.batches(other)))
+    final("rfedavg_code", tmp_path / "run", *argv, "--sample", "0.5")
+
+
+@pytest.mark.parametrize("variant, down", [("rfedavg", 3), ("rfedavg+", 1)])
+def test_bytes_of_the_authors_code(tmp_path, variant, down):
+    """From the second round on: deltas of the other three clients of the round, or one mean."""
+    weights, rows = final("rfedavg_code", tmp_path / "run", "--variant", variant)
+    size, delta = common.nbytes(weights), 4 * 256
+    assert rows[1]["bytes_down"] == 4 * (size + down * delta)
+    assert rows[1]["bytes_up"] == 4 * (size + delta)
+    assert rows[1]["bytes_delta"] == 4 * (down + 1) * delta
+
+
+@pytest.mark.parametrize("name", ["rfedavg", "rfedavg_dp", "rfedavg_code"])
+def test_rfedavg_has_no_term_without_another_client(name):
+    """In the first round there are no deltas: the loss is CE, and nothing more is downloaded."""
+    worker, step, _, client, _, w = begin(name, ["--lam", "1"])
+    twin, _ = twins(worker, w)
+    x, y = batch()
+    assert step(x, y).item() == pytest.approx(F.cross_entropy(twin(x), y).item(), rel=1e-9)
+    assert client.bytes_down == 0
+
+
+def test_measuring_leaves_the_network_alone():
+    """Losses, features and gradients over a client's data move no weight and no statistic.
+
+    The first two are those of eval mode."""
+    net = common.build_net("resnet56", 62)
+    worker = common.Worker(net, common.glyphs(), flags("--model", "resnet56"), 4)
+    before, client = state_of(worker.net), common.Client(0, np.arange(12), {})
+    worker._begin(client, {"round": 1}, net.state_dict())
+    x, y = next(worker.batches(client))
+    frozen = worker.frozen("test")
+    with torch.no_grad():
+        z, loss = frozen[:-1](x).mean(0), F.cross_entropy(frozen(x), y)
+    for module in (rfedavg, rfedavg_dp):
+        delta = module.mean_feature(worker.net, worker.batches(client))
+        assert torch.allclose(delta, z, atol=1e-6)
+    found = qfedavg.local_loss(worker.net, worker.batches(client), 12)
+    assert torch.allclose(found.float(), loss)
+    assert worker.net.training
+    scaffold.gradient(worker.net, worker.batches(client), 12)
+    assert same(before, worker.net.state_dict())
+    assert worker.net.training

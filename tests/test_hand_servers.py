@@ -1,0 +1,324 @@
+"""Server optimizers, q-FedAvg, FedDyn and SCAFFOLD, whose servers do more than average, by hand."""
+
+import feddyn
+import numpy as np
+import pytest
+import qfedavg
+import scaffold
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import TINY, args_of, flags, parts_of
+from hand import (
+    DOUBLE,
+    batch,
+    begin,
+    close,
+    cross_entropy,
+    finish,
+    gradients,
+    numpy_logits,
+    received_of,
+    twins,
+    two_networks,
+)
+from methods import final, plain_final
+
+import common
+
+
+def one_weight():
+    return nn.Linear(1, 1, bias=False).double()
+
+
+# --- server optimizers
+
+
+def adam(m, v):
+    """Return FedADAM's step for tau 0.1 and lr 0.5."""
+    return 0.5 * m / (v**0.5 + 0.1)
+
+
+@pytest.mark.parametrize(
+    "argv, steps",
+    [
+        ("", [0.5, -1]),
+        ("--server-lr 0.5", [0.25, -0.5]),
+        ("--server avgm", [0.5, -0.8]),
+        ("--server avgm --server-momentum 0", [0.5, -1]),
+        (
+            "--server adam --server-tau 0.1 --server-lr 0.5",
+            [adam(0.05, 0.0124), adam(-0.055, 0.99 * 0.0124 + 0.01)],
+        ),
+    ],
+)
+def test_server_optimizers_by_hand(argv, steps):
+    """One weight.
+
+    Clients end 2 and -4 away from it with weights 3/4 and 1/4, so Delta = 0.5 in the first round,
+    then -1. avgm (beta 0.4, lr 1): m = 0.5, then 0.2 - 1. adam (0.9, 0.99, tau 0.1, lr 0.5): m =
+    0.05, v = 0.99 * 0.01 + 0.01 * 0.25 = 0.0124; then m = 0.045 - 0.1, v = 0.99 v + 0.01."""
+    net, server, args = one_weight(), {}, flags(*argv.split())
+    for shifts, step in zip([(2, -4), (-2, 2)], steps):
+        before = net.weight.item()
+        common.average(net, received_of(net, shifts, (0.75, 0.25)), server, args)
+        assert net.weight.item() - before == pytest.approx(step, abs=1e-9)
+
+
+@pytest.mark.parametrize("server, lr, momentum", [("adam", 0.01, 0.9), ("avgm", 1, 0.4)])
+def test_server_defaults(server, lr, momentum):
+    args = flags("--server", server)
+    assert (args.server_lr, args.server_momentum) == (lr, momentum)
+
+
+def test_server_steps_leave_statistics_averaged():
+    net = nn.Sequential(nn.BatchNorm1d(2)).double()
+    m = {k: torch.full_like(v, -9) for k, v in net.named_parameters()}
+    received = received_of(net, (2, 4), (0.5, 0.5))
+    common.average(net, received, {"m": m}, flags("--server", "avgm"))
+    assert net[0].running_mean.tolist() == [3, 3]
+    assert net[0].weight.tolist() == pytest.approx([1 + 3 - 0.4 * 9] * 2)
+
+
+# --- q-FedAvg
+
+
+@pytest.mark.parametrize(
+    "argv, total, h", [("", [-20, 5], 542.5), ("--h rfedavg", [-2, 0.5], 20.5)]
+)
+def test_qfedavg_by_hand(argv, total, h):
+    """Two weights (1, -2), q 2.
+
+    Clients end at (1.5, -2) and (1, -4), their losses are 2 and 0.5; L = 1/lr = 10 in round 3. Then
+        Dw = (-5, 0), (0, 20),   D = 4 (-5, 0), 0.25 (0, 20),
+        h = 2 * 2 * 25 + 10 * 4 = 140 and 2 * 0.5 * 400 + 10 * 0.25 = 402.5,
+    and the new weights are w - (-20, 5) / 542.5. The rFedAvg code's h, L = 1:
+        Dw = (-0.5, 0), (0, 2),   D = (-2, 0), (0, 0.5),   h = 4 * 4 + 4 = 20 and 0.25 + 0.25."""
+    decay = ["--lr", "0.4", "--lr-decay", "0.5"]
+    args = args_of(qfedavg, *TINY, "--q", "2", *decay, *argv.split())
+    net = nn.Linear(2, 1, bias=False).double()
+    net.weight.data = torch.tensor([[1.0, -2.0]], **DOUBLE)
+    ends = [torch.tensor([[1.5, -2]], **DOUBLE), torch.tensor([[1.0, -4]], **DOUBLE)]
+    losses = [torch.tensor(loss, **DOUBLE) for loss in (2.0, 0.5)]
+    lr = common.learning_rate(args, 3)
+
+    def send(client, i):
+        d, h_k = qfedavg.weighed_update([net.weight], [ends[i]], losses[i], args, lr)
+        client.sum("D", d, sent=False)
+        client.sum("h", h_k)
+
+    received = received_of(net, (0, 0), (0.5, 0.5), send)
+    qfedavg.aggregate(net, received, {"round": 3}, args)
+    expected = [1 - total[0] / h, -2 - total[1] / h]
+    assert net.weight[0].tolist() == pytest.approx(expected, rel=1e-7)
+
+
+def test_qfedavg_weighs_by_the_loss_of_the_global_model():
+    """q 1, L = 10: D = 10 F (w - w_k), h = |10 (w - w_k)|^2 + 10 F, F that of w."""
+    worker, step, generator, client, _, w = begin("qfedavg")
+    _, net = twins(worker, w)
+    x, y = worker.data.normalise(worker.data.x[:8]).double(), worker.data.y[:8]
+    loss = cross_entropy(numpy_logits(net, x), y.numpy())
+    step(*batch())
+    finish(generator)
+    moved = [10 * (w[k] - v.detach()) for k, v in worker.net.named_parameters()]
+    assert close(client.sums["D"], [loss * d for d in moved])
+    h = sum(d.square().sum().item() for d in moved) + 10 * loss
+    assert client.sums["h"].item() == pytest.approx(h, rel=1e-6)
+    assert client.bytes_up == 8  # h alone: D is in place of the weights
+    assert worker.net.training
+
+
+def test_qfedavg_leaves_an_untrained_client_out(tmp_path):
+    """As FedAvg with --weighting uniform does: at q = 0 they agree."""
+    smallest = min(map(len, parts_of(flags())))
+    argv = ["--drop-last", "--batch-size", str(smallest + 1), "--rounds", "2"]
+    a, _ = final("qfedavg", tmp_path / "q", *argv, "--q", "0")
+    b, _ = final("fedavg", tmp_path / "f", *argv, "--weighting", "uniform")
+    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
+
+
+def test_qfedavg_takes_the_server_optimizers(tmp_path):
+    """At momentum 0 and server lr 1 avgm is the plain step; at lr 0.5 it goes half as far."""
+    plain, _ = final("qfedavg", tmp_path / "plain", "--rounds", "1")
+    momentum, _ = final("qfedavg", tmp_path / "avgm", "--rounds", "1", "--server", "avgm")
+    half, _ = final("qfedavg", tmp_path / "half", "--rounds", "1", "--server-lr", "0.5")
+    torch.manual_seed(0)
+    w = common.build_net("cnn", 62).state_dict()
+    for k in w:
+        assert torch.allclose(plain[k], momentum[k], atol=1e-6)
+        assert torch.allclose(half[k] - w[k], (plain[k] - w[k]) / 2, atol=1e-6)
+
+
+# --- FedDyn
+
+
+def test_feddyn_step_by_hand():
+    """A step from v = w + d has the gradient of CE, minus h, plus alpha d.
+
+    Then h <- h - alpha (v - w), and v - w is sent. The loss has -<h, v> + alpha/2 |d|^2."""
+    g = torch.Generator().manual_seed(1)
+    h = [0.1 * torch.randn(p.shape, generator=g, **DOUBLE) for p in two_networks().parameters()]
+    state = {"h": [v.clone() for v in h]}
+    worker, step, generator, client, _, w = begin("feddyn", ["--dyn-alpha", "0.3"], state=state)
+    x, y = batch()
+    twin, _ = twins(worker, w)
+    ce = F.cross_entropy(twin(x), y)
+    grads = torch.autograd.grad(ce, list(twin.parameters()))
+    d = [p.detach() - w[k] for k, p in twin.named_parameters()]
+    expected = [grad - h_ + 0.3 * d_ for grad, h_, d_ in zip(grads, h, d)]
+    linear = sum((h_ * p.detach()).sum() for h_, p in zip(h, twin.parameters()))
+    value = ce - linear + 0.15 * sum(d_.square().sum() for d_ in d)
+    loss, found = gradients(worker, step, x, y)
+    assert loss == pytest.approx(value.item(), rel=1e-9)
+    assert close(found, expected)
+    finish(generator)
+    drift = [p.detach() - w[k] for k, p in worker.net.named_parameters()]
+    assert close(client.state["h"], [old - 0.3 * v for old, v in zip(h, drift)])
+    assert close(client.sums["drift"], drift)
+    assert client.bytes_up == 0  # the server could take it from the weights
+
+
+def test_feddyn_server_by_hand():
+    """alpha 0.5, N = 4, clients 2 and -4 away from w: h = -0.5/4 (-2), w <- w - 1 - h / 0.5."""
+    net, server = one_weight(), {}
+    args = args_of(feddyn, *TINY, "--dyn-alpha", "0.5")
+    before = net.weight.item()
+
+    def send(client, i):
+        client.sum("drift", [torch.tensor([[(2.0, -4.0)[i]]], **DOUBLE)], sent=False)
+
+    feddyn.aggregate(net, received_of(net, (2, -4), (0.5, 0.5), send), server, args)
+    assert net.weight.item() == pytest.approx(before - 1 - 0.25 / 0.5)
+    assert server["h"][0].item() == pytest.approx(0.25)
+
+
+def states_of(out, name):
+    """Return what each client of a run keeps under a name."""
+    return [common.load(path)[name] for path in (out / "states").iterdir()]
+
+
+def test_feddyn_variates_sum(tmp_path):
+    """The server's h is the mean over all clients of theirs, those never sampled holding 0."""
+    argv = "--clients 8 --partition iid --sample 0.25 --rounds 3"
+    final("feddyn", tmp_path / "run", *argv.split())
+    h = common.load(tmp_path / "run" / "checkpoint.pt")["server"]["h"]
+    states = states_of(tmp_path / "run", "h")
+    assert 2 <= len(states) < 8
+    for a, b in zip(h, zip(*states)):
+        assert torch.allclose(a, torch.stack(b).sum(0) / 8, atol=1e-6)
+
+
+# --- SCAFFOLD
+
+
+@pytest.mark.parametrize(
+    "m, nesterov", [(0, False), (0.9, False), (0.9, True), (0.5, True), (0.5, False)]
+)
+def test_scaffold_effective_steps(m, nesterov):
+    """The weights of the gradients in the sum of the updates, by running SGD on a gradient of 1."""
+    p = nn.Parameter(torch.zeros((), **DOUBLE))
+    opt = torch.optim.SGD([p], 1.0, m, nesterov=nesterov)
+    for _ in range(7):
+        p.grad = torch.ones((), **DOUBLE)
+        opt.step()
+    assert scaffold.effective_steps(7, m, nesterov) == pytest.approx(-p.item())
+
+
+LATER = "--lr 0.2 --lr-decay 0.5"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        LATER,
+        f"--momentum 0.9 {LATER}",
+        "--momentum 0.9 --no-nesterov --correction gradient",
+        "--momentum 0.5 --correction gradient",
+    ],
+)
+def test_scaffold_renews_its_variate_by_the_mean_gradient(monkeypatch, argv):
+    """Option II on a loss that is linear in the weights, so that the gradient is g in every step.
+
+    Corrected in the gradient, w - w_k = K~ lr (g - c_k + c), and
+        c_k+ = c_k - c + (w - w_k) / (K~ lr) = g.
+    Corrected after the step, w - w_k is lr (K~ g + K (c - c_k)), K~ = K without momentum, and
+        c_k+ = c_k - c + (w - w_k) / (K lr) = K~/K g."""
+    slope = torch.tensor([1.0, -2.0, 0.5], **DOUBLE)
+    monkeypatch.setattr(F, "cross_entropy", lambda out, y: out.sum(0) @ slope)
+    net = nn.Sequential(common.Classifier(4, 3))
+    c_k = [torch.full((3, 4), 0.5, **DOUBLE), torch.full((3,), -0.25, **DOUBLE)]
+    c = [torch.full((3, 4), -1.5, **DOUBLE), torch.full((3,), 2.0, **DOUBLE)]
+    worker, step, generator, client, _, w = begin(
+        "scaffold", argv.split(), net=net, state={"c": c_k}, server={"c": c}
+    )
+    worker.net.load_state_dict(w)
+    x = torch.tensor([[1.0, 2.0, -3.0, 0.0]], **DOUBLE)
+    for _ in range(4):
+        step(x, torch.tensor([0]))
+    finish(generator)
+    after_the_step = "--momentum" in argv and "gradient" not in argv
+    factor = scaffold.effective_steps(4, 0.9, True) / 4 if after_the_step else 1
+    g = [factor * torch.outer(slope, x[0]), factor * slope]
+    assert close(client.state["c"], g)
+    assert close(client.sums["dc"], [new - old for new, old in zip(g, c_k)])
+    assert (client.bytes_down, client.bytes_up) == (8 * 15, 8 * 15)
+    if "--momentum" not in argv:  # lr is 0.1 in LATER's second round too: four plain steps
+        expected = w["0.weight"] - 4 * 0.1 * (g[0] - 0.5 - 1.5)  # of lr (g - c_k + c)
+        assert torch.allclose(worker.net[0].weight, expected)
+
+
+def test_scaffold_option_one():
+    """c_k+ is the gradient at w of the loss over all local data."""
+    worker, _, generator, client, _, w = begin("scaffold", ["--option", "1"])
+    _, net = twins(worker, w)
+    x, y = worker.data.normalise(worker.data.x[:8]).double(), worker.data.y[:8]
+    expected = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+    finish(generator)
+    assert close(client.state["c"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_scaffold_server():
+    """c <- c + (sum of c_k+ - c_k) / N, N = 8: 1 + (3 - 7) / 8."""
+    net, server = one_weight(), {"c": [torch.tensor([[1.0]], **DOUBLE)]}
+
+    def send(client, i):
+        client.sum("dc", [torch.tensor([[(3.0, -7.0)[i]]], **DOUBLE)])
+
+    received = received_of(net, (1, 1), (0.5, 0.5), send)
+    scaffold.aggregate(net, received, server, flags("--clients", "8"))
+    assert server["c"][0].item() == pytest.approx(1 + (3 - 7) / 8)
+
+
+def test_scaffold_option_one_takes_any_number_of_samples():
+    """501 samples: no part may be a single one, which batch norm cannot take where maps are 1x1."""
+    worker = common.Worker(common.build_net("cnn", 62), common.glyphs(), flags(), 1)
+    client = common.Client(0, np.arange(501), {})
+    assert [len(y) for _, y in worker.batches(client)] == [251, 250]
+
+
+def test_scaffold_is_the_averaged_gradient(tmp_path):
+    """Full participation, equal sizes, plain SGD, one local step on all local data.
+
+    Then it is w - lr * mean gradient, whatever the variates; and the server's c is the mean of the
+    clients' in every round."""
+    argv = "--partition iid --momentum 0 --weight-decay 0 --local-steps 1 --batch-size 150"
+    argv = [*argv.split(), "--rounds", "3"]
+    a = plain_final(tmp_path / "fedavg", *argv)
+    b, _ = final("scaffold", tmp_path / "scaffold", *argv)
+    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
+    c = common.load(tmp_path / "scaffold" / "checkpoint.pt")["server"]["c"]
+    states = states_of(tmp_path / "scaffold", "c")
+    assert len(states) == 4
+    for mean, each in zip(c, zip(*states)):
+        assert torch.allclose(mean, torch.stack(each).mean(0), atol=1e-6)
+
+
+def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
+    """--drop-last with batches larger than the smallest client: its variate stays 0."""
+    sizes = [len(part) for part in parts_of(flags())]
+    argv = ["--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "3"]
+    final("scaffold", tmp_path / "run", *argv)
+    version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
+    assert all(c.abs().max() == 0 for c in common.load(version)["c"])

@@ -1,0 +1,115 @@
+"""Data sets of images: glyphs, folders, torchvision's; statistics."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import GLYPHS, flags, make_folder
+from PIL import Image
+
+import common
+from extras import images
+
+
+def test_glyphs_follow_the_seed_and_have_writers():
+    assert GLYPHS == (20_000, 4_000)
+    a, other = common.glyphs(), common.glyphs(seed=1)
+    again = common._glyphs.__wrapped__((600, 200), 0)
+    assert a.x.shape == (600, 3, 32, 32)
+    assert a.x_test.shape == (200, 3, 32, 32)
+    assert a.x.dtype == torch.uint8
+    assert a.classes == 62
+    assert torch.equal(a.x, again.x)
+    assert torch.equal(a.y_test, again.y_test)
+    assert not torch.equal(a.x, other.x)
+    assert len(a.writers) == 600
+    assert len(set(a.writers)) > 2
+    # a writer's paper has one colour: corners vary less within a writer than between writers
+    corner = a.x[:, :, :3, :3].double().mean((2, 3)).numpy()
+    within = np.mean([corner[a.writers == w].var(0) for w in set(a.writers)])
+    assert within < 0.5 * corner.var(0).mean()
+
+
+def test_statistics_and_normalise():
+    x = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8)
+    data = common.Data(x, torch.zeros(50).long(), x, torch.zeros(50).long(), 2)
+    pixels = x.numpy().astype(np.float64) / 255
+    assert np.allclose(data.mean.flatten(), pixels.mean((0, 2, 3)), atol=1e-6)
+    assert np.allclose(data.std.flatten(), pixels.std((0, 2, 3)), atol=1e-6)
+    z = data.normalise(x).double()
+    assert z.mean((0, 2, 3)).abs().max() < 1e-5
+    assert (z.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
+
+
+def test_folder(tmp_path):
+    root = make_folder(tmp_path)
+    data = images.folder(root)
+    assert data.x.shape == (6, 3, 12, 12)
+    assert data.x_test.shape == (4, 3, 12, 12)
+    assert data.y.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.classes == 2
+    image = torch.from_numpy(np.array(Image.open(root / "train/bee/1.png")))
+    assert torch.equal(data.x[4], image.permute(2, 0, 1))
+    assert images.folder(root, 8).x.shape == (6, 3, 8, 8)
+
+
+def test_folder_decodes_once_and_again_when_a_file_changes(tmp_path, monkeypatch):
+    root = make_folder(tmp_path)
+    before = images.folder(root).x
+    decode, calls = images.decode_images, []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(images, "decode_images", counted)
+    assert torch.equal(images.folder(root).x, before)
+    assert len(calls) == 0
+    Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(root / "train/bee/1.png")
+    assert images.folder(root).x[4].max() == 0
+    assert len(calls) == 1
+    next(root.glob(".cache-*.pt")).write_bytes(b"damaged")
+    assert images.folder(root).x[4].max() == 0
+    assert len(calls) == 2
+
+
+def test_folder_keeps_grey_images_grey(tmp_path):
+    root = make_folder(tmp_path, mode="L")
+    assert images.folder(root).x.shape == (6, 1, 12, 12)
+    Image.fromarray(np.full((12, 12, 3), (1, 2, 3), np.uint8)).save(root / "train/bee/2.png")
+    data = images.folder(root)  # one in colour: all are read so
+    assert data.x.shape == (6, 3, 12, 12)
+    assert data.x[5, :, 0, 0].tolist() == [1, 2, 3]
+    assert (data.x[0, 0] == data.x[0, 2]).all()
+
+
+class Fake:
+    """What torchvision's data sets hold."""
+
+    def __init__(self, *shape):
+        rng = np.random.default_rng(0)
+        self.data = rng.integers(256, size=shape).astype(np.uint8)
+        self.targets = [1] * shape[0]
+        self.classes = list("0123456789")
+
+
+def test_torchvision_layouts(monkeypatch):
+    """CIFAR keeps an HWC numpy array and a list of labels, MNIST a tensor without channels."""
+    from torchvision import datasets
+
+    def cifar(root, train, download):
+        return Fake(6 if train else 2, 32, 32, 3)
+
+    def mnist(root, train, download):
+        return Fake(6 if train else 2, 28, 28)
+
+    monkeypatch.setattr(datasets, "CIFAR10", cifar)
+    data = common.load_data(flags("--dataset", "cifar10"))
+    assert data.x.shape == (6, 3, 32, 32)
+    assert data.x_test.shape == (2, 3, 32, 32)
+    assert data.classes == 10
+    assert data.x[3, 1, 5, 7] == Fake(6, 32, 32, 3).data[3, 5, 7, 1]
+    assert data.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
+    monkeypatch.setattr(datasets, "MNIST", mnist)
+    data = common.load_data(flags("--dataset", "mnist", "--image-size", "16"))
+    assert data.x.shape == (6, 1, 16, 16)
+    assert data.x.dtype == torch.uint8

@@ -1,0 +1,59 @@
+"""From the shell: --help, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import TINY
+from methods import ROOT
+from runs import start
+
+
+def test_script_help():
+    """The paper and the defaults."""
+    command = [sys.executable, "fedprox.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    shown = " ".join(done.stdout.split())
+    assert "MLSys 2020" in shown
+    assert "(default: 0.0001)" in shown
+    assert "--client_number" not in shown
+    assert "--client-number is --clients" in shown
+
+
+def started(out, *argv):
+    """Start a long run; return its process once a round is done."""
+    argv = [*TINY, "--rounds", "5000", *argv, "--out", str(out)]
+    process = start("fedavg", *argv, stderr=subprocess.PIPE)
+    while not (out / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    return process
+
+
+def interrupted(process, out):
+    """Check that a process ends with one line that says how to go on."""
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert len(err.splitlines()) == 1, err
+    assert f"--out {out} --resume" in err
+
+
+def test_interrupt(tmp_path):
+    process = started(tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    interrupted(process, tmp_path / "run")
+
+
+@pytest.mark.parametrize("i", [1, 3])
+def test_a_second_interrupt_changes_nothing(tmp_path, monkeypatch, i):
+    """Ctrl-C twice, as timeout sends it to a process and its group.
+
+    Threads that still ran would abort the exit, and one that waits for a lock would never end."""
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    process = started(tmp_path / "run", "--workers", "2", "--batch-size", "8")
+    for pause in (0.03 * i, 0.003 * i):
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    interrupted(process, tmp_path / "run")

@@ -1,0 +1,75 @@
+"""Evaluation and the rows of metrics.jsonl."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, flags, parts_of, same
+
+import common
+import fedavg
+
+
+def test_evaluate_counts_the_whole_test_set():
+    data, net = common.glyphs(), common.build_net("cnn", 62)
+    accuracy, loss = common.evaluate(net, data, flags())
+    out = torch.cat([net(data.normalise(x[None])) for x in data.x_test])
+    assert accuracy == pytest.approx(100 * (out.argmax(1) == data.y_test).double().mean().item())
+    assert loss == pytest.approx(F.cross_entropy(out, data.y_test).item(), rel=1e-5)
+
+
+def test_summary():
+    """EMA of 10, 20 with factor 0.9: (0.9 * 1 + 2) / 0.19 by hand.
+
+    The last five of 1..6 have mean 4 and population deviation sqrt(2)."""
+    assert common.summary([10, 20])["acc_ema"] == pytest.approx(2.9 / 0.19)
+    assert common.summary([1, 2, 3, 4, 5, 6]) | {"acc_ema": 0} == {
+        "acc_ema": 0,
+        "acc_last5_mean": 4,
+        "acc_last5_std": pytest.approx(math.sqrt(2)),
+        "best_acc": 6,
+    }
+    names = ("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc")
+    assert common.summary([]) == dict.fromkeys(names)
+
+
+def test_metrics(tmp_path):
+    out = tmp_path / "run"
+    argv = "--lr-decay 0.5 --eval-every 2 --rounds 3 --save-clients".split()
+    net, rows = fedavg.main([*TINY, "--out", str(out), *argv])
+    assert rows == [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert [row["lr"] for row in rows] == [0.01, 0.005, 0.0025]
+    assert [row["test_acc"] is None for row in rows] == [True, False, False]
+    size = common.nbytes(net.state_dict())
+    for row in rows:
+        assert row["samples"] == 600
+        assert row["clients"] == [0, 1, 2, 3]
+        assert row["bytes_down"] == row["bytes_up"] == 4 * size
+        assert row["samples_per_s"] == pytest.approx(600 / row["seconds"]["train"])
+        assert row["peak_memory"] > 1e6
+        assert set(row["seconds"]) == {"train", "aggregate", "evaluate", "other"}
+        assert 3 < row["train_loss"] < 5
+    assert rows[2]["best_acc"] == max(rows[1]["test_acc"], rows[2]["test_acc"])
+    assert same(common.load(out / "model.pt"), net.state_dict())
+    # what was saved is what was averaged, by sample counts
+    clients = [common.load(out / "clients" / f"{k}.pt") for k in range(4)]
+    sizes = np.array([len(part) for part in parts_of(flags())])
+    expected = sum(n / 600 * c["classifier.weight"].double() for n, c in zip(sizes, clients))
+    assert torch.allclose(net[-1].weight.double(), expected, atol=1e-6)
+
+
+def test_a_method_reports_into_its_row(tmp_path):
+    """server["report"] is added to the row of its round alone."""
+
+    def aggregate(net, received, server, args):
+        common.average(net, received, server, args)
+        if server["round"] == 1:
+            server["report"] = {"spread": 3.5}
+
+    args = flags("--local-steps", "1", "--out", str(tmp_path / "run"))
+    _, rows = common.run(args, fedavg.local_update, aggregate)
+    assert [row.get("spread") for row in rows] == [3.5, None]

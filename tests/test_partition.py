@@ -1,0 +1,177 @@
+"""How training samples go to clients."""
+
+import math
+
+import numpy as np
+import pytest
+
+import common
+from extras import partitions
+
+LABELS = np.random.default_rng(0).integers(10, size=3000)
+KINDS = {
+    "dirichlet": lambda clients, seed: common.dirichlet_partition(LABELS, clients, 0.3, seed),
+    "balanced": lambda clients, seed: common.balanced_dirichlet_partition(
+        LABELS, clients, 0.3, seed
+    ),
+    "iid": lambda clients, seed: common.iid_partition(LABELS, clients, seed),
+    "similarity": lambda clients, seed: common.similarity_partition(LABELS, clients, 35, seed),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_partition_covers_every_sample_once_and_follows_the_seed(kind):
+    parts = KINDS[kind](7, seed=3)
+    assert len(parts) == 7
+    assert all(part.dtype == np.int64 for part in parts)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, KINDS[kind](7, seed=3)))
+    assert not np.array_equal(parts[0], KINDS[kind](7, seed=4)[0])
+    if kind != "dirichlet":
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1  # 3000 = 7 * 428 + 4
+
+
+def test_dirichlet_balancing_rule():
+    """At alpha -> 0 a class goes to one client.
+
+    With two equal classes and two clients whoever gets the first class then holds n / 2 and may
+    have nothing more, so the second goes to the other. Without the rule half of all seeds fail."""
+    labels = np.repeat([0, 1], 50)
+    for seed in range(8):
+        a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)
+        assert {labels[a].min(), labels[b].min()} == {0, 1}
+        assert len(set(labels[a])) == len(set(labels[b])) == 1
+
+
+def test_dirichlet_skew_and_minimum():
+    def entropy(alpha):
+        parts = common.dirichlet_partition(LABELS, 10, alpha, 0)
+        assert min(map(len, parts)) >= 10
+        shares = [np.bincount(LABELS[p], minlength=10) / len(p) for p in parts]
+        return np.mean([-(s[s > 0] * np.log(s[s > 0])).sum() for s in shares])
+
+    assert entropy(0.1) < entropy(1) < entropy(1000)
+    assert entropy(1000) > 0.98 * math.log(10)
+
+
+@pytest.mark.parametrize("clients, alpha", [(301, 1.0), (290, 0.01)])
+def test_dirichlet_gives_up(clients, alpha):
+    with pytest.raises(common.UserError, match="fewer --clients"):
+        common.dirichlet_partition(LABELS, clients, alpha, 0)
+
+
+def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
+    """Two samples of class 0 and two of class 1, two clients, p = (0.8, 0.2) for both classes.
+
+    By hand: the weights are 0.8, 0.8, 0.2, 0.2. The first client's first sample is of class 0 with
+    probability 1.6 / 2, then the second with 0.8 / 1.2; both of class 0: 8/15. Both of class 1:
+    0.4 / 2 * 0.2 / 1.8 = 1/45. With replacement it would be 0.64 and 0.04."""
+
+    class Fixed(np.random.Generator):
+        def dirichlet(self, alpha):
+            return np.array([0.8, 0.2])
+
+    monkeypatch.setattr(common, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    labels = np.array([0, 1, 1, 0])
+    draws = 4000
+    counts = np.zeros(3)  # draws in which the first client gets 0, 1 or 2 samples of class 1
+    for seed in range(draws):
+        first, second = common.balanced_dirichlet_partition(labels, 2, 1.0, seed)
+        assert sorted([*first, *second]) == [0, 1, 2, 3]
+        counts[labels[first].sum()] += 1
+    expected = np.array([8 / 15, 4 / 9, 1 / 45])
+    deviation = np.sqrt(expected * (1 - expected) / draws)
+    assert (np.abs(counts / draws - expected) < 4 * deviation).all()
+
+
+def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
+    """The first client's class counts against numpy's own weighted draw without replacement.
+
+    With the same weights, each averaged over 400 draws. Class 2 is scarce, so plain multinomial
+    counts would be far off."""
+    labels, m = np.repeat([0, 1, 2], [60, 60, 6]), 63
+    p = np.random.default_rng(7).dirichlet(np.full(3, 2.0))
+
+    class Fixed(np.random.Generator):  # the same p for every draw; all else is random
+        def dirichlet(self, alpha):
+            return p
+
+    monkeypatch.setattr(common, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    reference, counts, expected = np.random.default_rng(1), [], []
+    for seed in range(400):
+        part = common.balanced_dirichlet_partition(labels, 2, 1.0, seed)[0]
+        counts.append(np.bincount(labels[part], minlength=3))
+        drawn = reference.choice(126, m, replace=False, p=p[labels] / p[labels].sum())
+        expected.append(np.bincount(labels[drawn], minlength=3))
+    error = np.sqrt(np.var(counts, 0) / 400 + np.var(expected, 0) / 400)
+    assert (np.abs(np.mean(counts, 0) - np.mean(expected, 0)) < 4 * error + 1e-9).all()
+
+
+def test_similarity_zero_gives_each_client_one_class():
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 40))
+    for part in common.similarity_partition(labels, 20, 0, 0):
+        assert (len(set(labels[part])), len(part)) == (1, 20)
+
+
+def test_similarity_mixes_a_share():
+    """Of 20 samples 10 of any class, and 10 of one class.
+
+    Or of two neighbours, where a chunk straddles them."""
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 40))
+    for part in common.similarity_partition(labels, 20, 50, 0):
+        counts = np.bincount(labels[part], minlength=10)
+        assert len(part) == 20
+        assert (counts > 0).sum() > 2
+        assert (counts[:-1] + counts[1:]).max() >= 10
+
+
+def test_natural_partition_covers_the_chosen_writers():
+    writers = np.array([5, 5, 8, 9, 8, 5, 2])
+    for seed in range(5):
+        parts = partitions.natural_partition(writers, 3, seed)
+        chosen = [writers[p[0]] for p in parts]
+        assert len(set(chosen)) == 3
+        assert all(np.array_equal(p, np.flatnonzero(writers == w)) for p, w in zip(parts, chosen))
+    with pytest.raises(common.UserError, match="4 writers"):
+        partitions.natural_partition(writers, 5, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{0: [0, 3], 1: [2, 1]}",
+        "{0: {0, 3}, 1: {2, 1}}",
+        '{"0": [0, 3], "1": [2, 1]}',
+        "[[0, 3], [2, 1]]",
+        '{"1": [2, 1], "0": [0, 3]}',
+    ],
+)
+def test_file_partition(tmp_path, text):
+    (tmp_path / "split").write_text(text)
+    parts = partitions.file_partition(tmp_path / "split", 4, 2)
+    assert [sorted(part.tolist()) for part in parts] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{0: [0, 3], 1: [2]}", "leaves out 1 of 4"),
+        ("{0: [0, 3], 1: [2, 4]}", "client 1 .* 0 to 3"),
+        ("{0: [0, 3], 1: [2, -1]}", "client 1"),
+        ("{0: [0, 3], 1: [2, 0]}", "client 1 .* before"),
+        ("{0: [0, 1, 2, 3]}", "--clients 1"),
+        ("__import__('os')", "neither"),
+        ("{0: [0, 3], 1: [2, 1", "neither"),
+        ("{0: 3, 1: 4}", "list of indices"),
+        ("7", "list of indices"),
+        ("{[1]: [0]}", "neither"),
+        ("[" * 9999, "neither"),
+        ('{"a": [0, 3], "b": [1, 2]}', "numbers"),
+        ("[[0, 3], [2, true]]", "client 1"),
+    ],
+)
+def test_file_partition_refuses(tmp_path, text, message):
+    (tmp_path / "split").write_text(text)
+    with pytest.raises(common.UserError, match=message):
+        partitions.file_partition(tmp_path / "split", 4, 2)

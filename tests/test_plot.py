@@ -1,0 +1,212 @@
+"""Pictures of runs: curves and lines by hand, and the files that --plot writes."""
+
+import sys
+
+import pytest
+from makers import PLAIN, is_refused, make_groups, make_run, run_compare
+
+from reproduce.figures import curve
+from reproduce.plot import Picture, lines_over
+
+
+def test_curves_by_hand(tmp_path):
+    """Mean and sample deviation over seeds at each evaluated round.
+
+    Against rounds, seconds 1, 3, 6, 10 and bytes.
+    """
+    a = make_run(tmp_path / "a", accuracies=(10, None, 30, 40))
+    b = make_run(tmp_path / "b", seed=1, accuracies=(20, None, 30, 60))
+    (group,) = make_groups(a, b)
+    at, mean, deviation = curve(group, "rounds", "accuracy")
+    assert (at, mean) == ([1, 3, 4], [15, 30, 50])
+    assert deviation == [pytest.approx(50**0.5), 0, pytest.approx(200**0.5)]
+    assert curve(group, "seconds", "accuracy").at == [1, 6, 10]
+    assert curve(group, "bytes", "accuracy").at == pytest.approx([1e-6, 6e-6, 10e-6])
+    assert curve(group, "rounds", "train_loss").mean == pytest.approx([2, 1, 2 / 3, 0.5])
+    (single,) = make_groups(a)
+    assert curve(single, "rounds", "ema").deviation is None
+
+
+def test_matplotlib_may_be_missing(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run_compare(capsys, run, "--plot", tmp_path / "x.png")
+    assert result[0] == 2 and "needs matplotlib" in result[2] and result[2].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name, start", [("x.png", b"\x89PNG"), ("x.pdf", b"%PDF"), ("x.svg", b"<?xml")]
+)
+def test_pictures(tmp_path, capsys, name, start):
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)]
+    flags = ["--x", "bytes", "--y", "ema,test_loss"]
+    assert run_compare(capsys, *runs, "--plot", tmp_path / name, *flags)[0] == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_a_file_that_is_no_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    result = run_compare(capsys, make_run(tmp_path / "a"), "--plot", tmp_path / "x.docx")
+    assert is_refused(result, "x.docx")
+    assert not (tmp_path / "x.docx").exists()
+
+
+def groups_of(folder, *commands):
+    """Return Groups of two finished runs each, whose last accuracies are 10, 14; 20, 24; ..."""
+    runs = []
+    for i, command in enumerate(commands, 1):
+        for seed in (0, 1):
+            accuracies = [10 * i + 4 * seed]
+            path = folder / f"{i}-{seed}"
+            runs.append(make_run(path, f"{command} --rounds 1", seed, accuracies))
+    return make_groups(*runs)
+
+
+def folders_of(groups):
+    return [run.path for group in groups for run in group.runs]
+
+
+MLB = "fedprox.py --dataset glyphs --epochs"
+
+
+@pytest.mark.parametrize(
+    "x, commands, lines",
+    [
+        (  # in order of the flag; a method without the flag is a level
+            "mu",
+            ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
+            [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [("mu", 2)])],
+        ),
+        (  # a line for each value of the others
+            "mu",
+            [f"fedprox.py --mu {mu} --lr {lr}" for mu in (1, 2) for lr in (0.01, 0.1)],
+            [
+                ("fedprox, lr 0.01", [(1.0, 1), (2.0, 3)]),
+                ("fedprox, lr 0.1", [(1.0, 2), (2.0, 4)]),
+            ],
+        ),
+        (  # those left alone are one line if they differ in their batches besides
+            "epochs",
+            [
+                f"{MLB} 5",
+                f"{MLB} 1",
+                f"{MLB} 2 --batch-size 8",
+                f"{MLB} 4 --batch-size 4",
+                f"{MLB} 3 --lr 0.5",
+            ],
+            [
+                ("fedprox, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
+                ("fedprox, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
+                ("fedprox, batch_size 64, lr 0.5", [(3, 5)]),
+            ],
+        ),
+        (
+            "pathways",
+            [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
+            [("fedmlb", [([1], 2), ([2, 3], 1), ([1, 2, 3], 3)])],
+        ),
+        (
+            "s/round",
+            [f"{MLB} 5", f"{MLB} 1", f"{MLB} 2 --clients 8"],
+            [("fedprox, clients 16", [(1, 1), (1, 2)]), ("fedprox, clients 8", [(1, 3)])],
+        ),
+    ],
+)
+def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
+    groups = groups_of(tmp_path, *commands)
+    got = []
+    for line in lines_over(Picture(groups, None, x, [])):
+        points = [(value, groups.index(group) + 1) for value, group in line.points]
+        got.append((line.label, points))
+    assert got == lines
+
+
+def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
+    groups = groups_of(tmp_path, f"{MLB} 5", f"{MLB} 1")
+    for run in groups[1].runs:
+        run.hardware = "NVIDIA H200"
+    lines = lines_over(Picture(groups, None, "s/round", []))
+    assert [(line.label, len(line.points)) for line in lines] == [
+        ("fedprox, x86_64, 2 cores", 1),
+        ("fedprox, NVIDIA H200", 1),
+    ]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were drawn, in turn."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    return figures
+
+
+def test_pictures_against_a_flag(tmp_path, capsys, drawn):
+    groups = groups_of(tmp_path, "rfedavg.py --lam 0.1", "rfedavg.py --lam 1e-5", "fedavg.py")
+    flags = ["--plot", tmp_path / "x.png", "--x", "lam"]
+    assert run_compare(capsys, *folders_of(groups), *flags)[0] == 0
+    (ax,) = drawn[0].axes
+    (points,) = ax.containers
+    assert points.lines[0].get_xydata().tolist() == [[1e-5, 22], [0.1, 12]]
+    bar = points.lines[2][0].get_segments()[1][:, 1].tolist()
+    assert bar == pytest.approx([12 - 8**0.5, 12 + 8**0.5])
+    (level,) = (line for line in ax.get_lines() if line.get_label() == "fedavg")
+    assert list(level.get_ydata()) == [32, 32]
+    assert ax.get_xscale() == "log"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("--lam", "Test accuracy (%)")
+
+
+@pytest.mark.parametrize("name", ["layers", "seed", "workers", "split-file"])
+def test_x_is_a_flag_that_decides(tmp_path, capsys, name):
+    """No flag of these scripts, no setting, and one that no run has a value of."""
+    pytest.importorskip("matplotlib")
+    run = make_run(tmp_path / "a")
+    result = run_compare(capsys, run, "--plot", tmp_path / "y.png", "--x", name)
+    flag = name.replace("-", "_")
+    assert is_refused(result, f"argument --x: {flag} is no flag that decides these runs")
+    assert not (tmp_path / "y.png").exists()
+
+
+def tick_labels(figure):
+    return [text.get_text() for text in figure.axes[0].get_xticklabels()]
+
+
+def test_words_on_the_axis(tmp_path, capsys, drawn):
+    """Of which a missing one is a value too."""
+    groups = groups_of(tmp_path, "fedmlb.py --pathways 1,2", "fedmlb.py")
+    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "p.png", "--x", "pathways")
+    assert tick_labels(drawn[-1]) == ["1,2", "default"]
+
+
+def test_numbers_too_close_to_tell_apart_lie_side_by_side(tmp_path, capsys, drawn):
+    groups = groups_of(tmp_path, *(f"fedprox.py --mu {mu}" for mu in (0, 1, 50)))
+    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "q.png", "--x", "mu")
+    assert tick_labels(drawn[-1]) == ["0", "1", "50"]
+    assert drawn[-1].axes[0].containers[0].lines[0].get_xdata().tolist() == [0, 1, 2]
+
+
+def test_runs_that_were_cut_are_no_points(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    cut = make_run(tmp_path / "1", "fedprox.py --mu 1 --rounds 4", accuracies=[1.0, 2.0])
+    whole = make_run(tmp_path / "2", "fedprox.py --mu 2 --rounds 4")
+    level = make_run(tmp_path / "level", PLAIN)
+    for name, runs, message, drawn in (
+        ("x", [cut, whole], "1 of 2 rows are of runs that were cut, and are not drawn", True),
+        ("y", [cut], "1 of 1 rows", False),
+        ("z", [cut, level], "1 of 2 rows", True),  # a level alone: all with the flag were cut
+    ):
+        picture = tmp_path / f"{name}.png"
+        code, _, err = run_compare(capsys, *runs, "--x", "mu", "--plot", picture)
+        assert code == 0 and message in err and picture.exists() == drawn
+
+
+@pytest.mark.parametrize("y, drawn", [("worst", False), ("worst,ema", True)])
+def test_what_was_not_measured_is_not_drawn(tmp_path, capsys, y, drawn):
+    pytest.importorskip("matplotlib")
+    cut = make_run(tmp_path / "1", "fedprox.py --mu 1 --rounds 4", accuracies=[1.0, 2.0])
+    level = make_run(tmp_path / "level", PLAIN)
+    flags = ["--x", "mu", "--y", y, "--plot", tmp_path / "w.png"]
+    code, _, err = run_compare(capsys, cut, level, *flags)
+    assert code == 0 and "worst: not measured in these runs" in err
+    assert (tmp_path / "w.png").exists() == drawn

@@ -1,0 +1,450 @@
+"""The command reproduce: which runs a table or a sweep needs, what is there, what is shown."""
+
+import csv
+import pathlib
+import re
+import shlex
+
+import pytest
+from makers import (
+    CELLS,
+    GLYPHS,
+    SCRIPTS,
+    cell_folder,
+    documented_commands,
+    is_refused,
+    make_cell_run,
+    make_run,
+    run_reproduce,
+)
+
+from reproduce import __main__ as command_module
+from reproduce import cells as cells_module
+from reproduce import compare, jobs, published, runner
+from reproduce.cells import AFTER, Cell, bare, home, parsed_flags
+from reproduce.jobs import select_cells, sweep_points
+from reproduce.runner import Outcome
+
+SWEEP = ["fedavg.py", *shlex.split(GLYPHS)]
+
+
+def runs_of(out):
+    """Return the lines of --dry-run that train, without those of analyses."""
+    return [line for line in out.splitlines() if not line.startswith("python -m analysis.cost")]
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_what_is_left(tmp_path, capsys):
+    argv = ["fedalign", "5", "--dry-run", "--seeds", "2", "--runs", tmp_path]
+    code, out, _ = run_reproduce(capsys, *argv, "--only", "FedAvg,gradaug")
+    lines = runs_of(out)
+    assert code == 0 and len(lines) == 10
+    assert out.count("python -m analysis.cost") == 5
+    folder = tmp_path / "fedalign-1" / "CIFAR-100-ResNet56-C16-E20-R25-alpha0.5-FedAvg-seed0"
+    assert lines[0].endswith(f"--seed 0 --out {folder}") and "--seed 1" in lines[5]
+    for line in lines:
+        assert shlex.split(line)[1].removesuffix(".py") in SCRIPTS
+        assert parsed_flags(line.removeprefix("python "))
+    first = home(CELLS["FedAlign", "5"][0])
+    make_cell_run(folder, first, 1.0)
+    other_seed = folder.with_name(folder.name.replace("seed0", "seed1"))
+    make_run(other_seed, first.command, 1, accuracies=[1.0] * 3)
+    _, out, _ = run_reproduce(capsys, *argv, "--only", "fedavg")
+    (line,) = runs_of(out)
+    assert "--seed 1" in line and line.endswith("--resume")
+
+
+def test_analyses_are_lines_of_modules():
+    """The cost of Tables 5 and 7, one line a method and data set, in the form that -m wants."""
+    for table, count in (("5", 10), ("7", 16)):
+        lines = jobs.analysis_lines(jobs.Plan({}, CELLS["FedAlign", table]))
+        assert len(lines) == count
+        for line in lines:
+            flag, module, script = shlex.split(line)[:3]
+            assert (flag, module) == ("-m", "analysis.cost") and script[:-3] in SCRIPTS
+
+
+@pytest.mark.parametrize(
+    "words, methods",
+    [
+        ("FedAvg", ["FedAvg"]),
+        ("feddyn,FedADAM+FedMLB", ["FedADAM+FedMLB", "FedDyn"]),
+        ("fedmlb", ["FedMLB"]),
+    ],
+)
+def test_only_takes_the_table_s_names_first(words, methods):
+    cells = select_cells(CELLS["FedMLB", "1a"], words)
+    assert sorted({cell.method for cell in cells}) == methods
+
+
+def test_only_takes_scripts():
+    methods = {cell.method for cell in select_cells(CELLS["FedAlign", "5"], "gradaug")}
+    assert methods == {f"GradAug(n={n})" for n in range(1, 5)}
+
+
+def test_only_takes_data_sets():
+    cells = select_cells(CELLS["rFedAvg", "I"], "fedavg,MNIST,rfedavg+")
+    assert {(cell.method, cell.dataset) for cell in cells} == {
+        ("FedAvg", "MNIST"),
+        ("rFedAvg+", "MNIST"),
+    }
+    cells = select_cells(CELLS["rFedAvg", "I"], "cifar10")
+    assert {cell.dataset for cell in cells} == {"CIFAR-10"} and len(cells) == 18
+
+
+# --------------------------------------------------------------------------------------------------
+# Sweeps
+# --------------------------------------------------------------------------------------------------
+
+
+def test_sweep_points():
+    grid = [{"layers": layers, "mu": mu} for layers in "12" for mu in "35"]
+    assert sweep_points(["layers=1,2", "mu=3,5"]) == grid
+    assert sweep_points(["--pathways=1/1,2"]) == [{"pathways": "1"}, {"pathways": "1,2"}]
+    together = [{"epochs": "1", "rounds": "200"}, {"epochs": "2", "rounds": "100"}]
+    assert sweep_points(["epochs,rounds=1,200/2,100"]) == together
+
+
+def test_sweeps(capsys, tmp_path):
+    argv = ["fedcka.py", "--dataset", "glyphs", "--model", "cnn", "--sweep", "layers=1,2,7"]
+    code, out, _ = run_reproduce(capsys, *argv, "--dry-run", "--runs", tmp_path)
+    flags = [parsed_flags(line.removeprefix("python ")) for line in out.splitlines()]
+    assert code == 0 and [f["layers"] for f in flags] == [1, 2, 7]
+    assert {f["model"] for f in flags} == {"cnn"}
+    assert flags[0]["out"] == str(tmp_path / "sweep-fedcka-layers" / "layers1-seed0")
+
+
+def test_flags_may_stand_before_the_script(tmp_path, capsys):
+    tail = ["fedprox.py", *shlex.split(GLYPHS), "--sweep", "mu=1,2", "--runs", tmp_path]
+    first = run_reproduce(capsys, "--dry-run", *tail)
+    assert first == run_reproduce(capsys, *tail, "--dry-run")
+    assert first[0] == 0 and first[1].count("--mu=") == 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--sweep", "lr=1,2", "--sweep", "lr=3"], "lr is swept twice"),
+        (["--sweep", "workers=1,2"], "decides no result"),
+        (["--sweep", "vectors=w_1,w-1"], "share the folder"),
+        (["--sweep", "data-dir=a,b", "--data-dir", "c"], "is swept already"),
+        (["--sweep", "lr=0.1", "--seed", "1"], "set by reproduce"),
+        (["--sweep", "lr=0.1", "--out=x"], "set by reproduce"),
+        (["--sweep", "lr=0.1", "--resume"], "set by reproduce"),
+        (["--sweep", "seed=1,2"], "set by reproduce"),
+    ],
+)
+def test_sweeps_that_are_refused(capsys, tmp_path, words, message):
+    """Points that cannot be told apart, and a sweep's own seeds and folders."""
+    result = run_reproduce(capsys, *SWEEP, *words, "--runs", tmp_path, "--dry-run")
+    assert is_refused(result, message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Command lines
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["fedfoo", "1"], "must be one of fedalign, fedcka, fedmlb, rfedavg"),
+        (["fedalign", "9"], "FedAlign has 1, 2, 3"),
+        (["fedalign", "5", "--only", "fedmlb"], "no method or data set 'fedmlb'"),
+        (["fedalign", "5", "--only", ""], "argument --only"),
+        (["fedalign", "5", "--limit", "0"], "--limit"),
+        (["common.py", "--sweep", "lr=1"], "no method script"),
+        (["fedavg.py"], "--sweep: needed"),
+        (["fedavg.py", "--sweep", "lr"], "takes FLAG=a,b"),
+        (["fedavg.py", "--sweep", "a,b=1,2/3"], "takes FLAG=a,b"),
+        (["fedalign", "5", "--sweep", "lr=1"], "takes a method script"),
+        (["fedalign", "5", "--lr", "1"], "unrecognized arguments"),
+        (["fedalign", "5", "--dataset", "glyphs"], "unrecognized arguments"),
+        (["fedalign", "5", "--scale", "small"], "unrecognized arguments"),
+        (["./fedavg.py", "1"], "PAPER"),
+        (["./fedavg.py", "--sweep", "lr=1"], "error: "),
+    ],
+)
+def test_mistakes_get_one_line(capsys, tmp_path, argv, message):
+    result = run_reproduce(capsys, *argv, "--runs", tmp_path, "--dry-run")
+    assert is_refused(result, "reproduce: error: ", message)
+
+
+def test_a_mistake_in_a_script_s_flag_is_the_script_s(capsys, tmp_path):
+    argv = ["fedavg.py", "--sweep", "lr=0.1,no", "--runs", tmp_path, "--dry-run"]
+    assert is_refused(run_reproduce(capsys, *argv), "fedavg.py: error: ", "--lr: must be a number")
+
+
+@pytest.mark.parametrize("module", [command_module, compare])
+def test_help_begins_with_the_description(capsys, module):
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    assert capsys.readouterr().out.startswith(module.__doc__.splitlines()[0])
+
+
+def test_documented_commands(capsys, tmp_path):
+    """README's and docs' commands of tables and sweeps."""
+    lines = [line for line in documented_commands() if line.startswith("python -m reproduce ")]
+    assert len(lines) >= 2
+    for line in lines:
+        argv = [*shlex.split(line)[3:], "--dry-run", "--runs", tmp_path]
+        assert run_reproduce(capsys, *argv)[0] == 0, line
+
+
+def test_documented_commands_of_compare(monkeypatch):
+    """Each is parsed as far as its folders, which are not there."""
+    lines = [line for line in documented_commands() if "python -m reproduce.compare " in line]
+    assert lines
+    seen = []
+    monkeypatch.setattr(compare, "report", lambda folders, args: seen.append(args))
+    monkeypatch.setattr(compare, "check_outputs", lambda args: None)
+    for line in lines:
+        with pytest.raises(SystemExit) as e:
+            compare.main(shlex.split(line)[3:])
+        assert e.value.code == 0, line
+    assert len(seen) == len(lines)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--csv", "there.csv"], "exists already"),
+        (["--over", "pathways"], "has no flag"),
+        (["--plot", "x.docx"], "must end in one of"),
+    ],
+)
+def test_outputs_are_checked_before_any_run(tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.setattr(command_module, "run_all", lambda *_: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.csv").touch()
+    if "--plot" in words:
+        pytest.importorskip("matplotlib")
+    argv = ["fedprox.py", *shlex.split(GLYPHS), "--sweep", "mu=1", "--runs", tmp_path]
+    assert is_refused(run_reproduce(capsys, *argv, *words), message)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is there
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swept(tmp_path, capsys):
+    """The folder of a run in a sweep, and a function that runs the sweep with more flags."""
+    folder = tmp_path / "sweep-fedavg-momentum" / "momentum0-seed0"
+    make_run(folder, f"fedavg.py {GLYPHS} --momentum 0 --lr 0.03")
+
+    def sweep(*more):
+        argv = [*SWEEP, "--sweep", "momentum=0", "--lr", "0.03", "--runs", tmp_path, "--dry-run"]
+        return run_reproduce(capsys, *argv, *more)
+
+    return folder, sweep
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--lr", "0.5"], "--lr 0.03, not 0.5"),
+        (["--client-test"], "--client-test False"),
+        (["--save-clients"], "--save-clients False"),
+        (["--rounds", "3"], "--rounds 4, not 3"),
+    ],
+)
+def test_a_run_with_other_flags_is_not_finished(swept, more, message):
+    """The folder and the flag are named, whichever decides."""
+    folder, sweep = swept
+    assert is_refused(sweep(*more), message, str(folder))
+
+
+@pytest.mark.parametrize("more", [["--workers", "2"], ["--augment", "none"], ["--data-dir", "x"]])
+def test_what_does_not_decide_may_differ(swept, more):
+    _, sweep = swept
+    assert sweep(*more)[:2] == (0, "")
+
+
+def test_what_is_not_finished_goes_on(swept):
+    """More rounds, a run without its last weights; not a record, of which nothing else is kept."""
+    folder, sweep = swept
+    assert sweep("--rounds", "9")[1].endswith("--resume\n")
+    (folder / "model.pt").unlink()
+    assert sweep()[1].endswith("--resume\n")
+    (folder / "checkpoint.pt").unlink()
+    assert sweep()[1] == ""
+    assert is_refused(sweep("--rounds", "9"), "4 of 9 rounds without a checkpoint")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"fedavg"', '"moon"'))
+    assert "a run of moon.py, not fedavg.py" in sweep()[2]
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole tables, whose runs are made by hand
+# --------------------------------------------------------------------------------------------------
+
+
+def make_child(line, deadline=None):
+    """As run_child(), but the run is made by hand; a script's own flags are read as ever."""
+    at = line.index("--out")
+    command = shlex.join(line[:at])
+    rounds = parsed_flags(command)["rounds"]
+    make_run(pathlib.Path(line[at + 1]), command, accuracies=[9.0] * rounds)
+    return 0, ""
+
+
+def test_a_whole_table(tmp_path, capsys, monkeypatch):
+    """Every cell is run once and shown by the table's names, beside its published number."""
+    monkeypatch.setattr(runner, "run_child", make_child)
+    monkeypatch.setattr(runner, "missing_input", lambda command: None)
+    argv = ["rfedavg", "I", "--only", "FedAvg,rFedAvg+", "--runs", tmp_path]
+    code, out, _ = run_reproduce(capsys, *argv, "--csv", tmp_path / "x.csv")
+    assert code == 0 and "16 of 16 runs finished" in out
+    assert "MNIST" in out and "97.07 +- 0.34" in out
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    last = [row for row in rows if row["figure"] == "last"]
+    assert len(last) == 16 and {row["method"] for row in last} == {"FedAvg", "rFedAvg+"}
+    assert len({row["setting"] for row in last}) == 8
+    published_rows = [row for row in rows if row["published"]]
+    assert len(published_rows) == 16 and {row["table"] for row in published_rows} == {"I"}
+
+
+def test_a_whole_figure(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(runner, "run_child", make_child)
+    drawn = []
+    monkeypatch.setattr(
+        compare.plot.Picture,
+        "write",
+        lambda picture, path: drawn.append((picture.x, len(picture.groups))),
+    )
+    run_reproduce(capsys, "rfedavg", "fig9c", "--runs", tmp_path)
+    assert drawn == [("epochs", 21)]
+
+
+def tiny_table(monkeypatch, template, **commands):
+    """Make FedAlign's Table 1 the only one, of {method: command}. Returns its cells."""
+    cells = [
+        Cell("FedAlign", "1", "D", "M", "S", method, command)
+        for method, command in commands.items()
+    ]
+    tables = {("FedAlign", "1"): cells}
+    monkeypatch.setattr(jobs, "all_cells", lambda: tables)
+    monkeypatch.setattr(published, "all_cells", lambda: tables)
+    monkeypatch.setattr(cells_module, "homes", lambda: {bare(c.command): c for c in cells})
+    monkeypatch.setitem(AFTER, ("FedAlign", "1"), template)
+    return cells
+
+
+@pytest.mark.parametrize("code, message", [(2, "no room"), (1, "diverged")])
+def test_a_table_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, code, message):
+    """A data set that is not there is no reason to start; a failed run does not stop the next.
+
+    The table of what there is follows, then what failed and why; no analysis, and exit code 2 for a
+    user's mistake, or 1 after other codes.
+    """
+    cells = tiny_table(
+        monkeypatch,
+        "-m analysis.cost {runs}",
+        A=f"fedavg.py {GLYPHS}",
+        B=f"fedprox.py {GLYPHS}",
+        C=f"moon.py {GLYPHS}",
+        F=f"fedavg.py {GLYPHS} --dataset femnist --data-dir {tmp_path}",
+    )
+    make_run(cell_folder(tmp_path, cells[2]), cells[2].command)
+    started = []
+
+    def run_child(line, deadline=None):
+        started.append(line[0])
+        return make_child(line) if line[0] == "fedprox.py" else (code, message)
+
+    monkeypatch.setattr(runner, "run_child", run_child)
+    only = ["--only", "A,B,C"] if code == 1 else []
+    exit_code, out, err = run_reproduce(capsys, "fedalign", "1", "--runs", tmp_path, *only)
+    assert exit_code == code and started == ["fedavg.py", "fedprox.py"]
+    assert "2 of " in out and f"{code} failed" in out
+    assert re.search(r"^ *B .* 9\.00 ", out, re.M)
+    assert f"D-M-S-A-seed0: {message}" in err
+    missing = "D-M-S-F-seed0: --dataset femnist: there is no folder"
+    assert (missing in err) == (code == 2)
+
+
+def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
+    """For runs that lack them, until the time is up; their failure is one."""
+    cells = tiny_table(
+        monkeypatch,
+        "hessian_eval.py {runs} --diagonal tensor",
+        A=f"fedavg.py {GLYPHS}",
+        B=f"fedprox.py {GLYPHS}",
+    )
+    a, b = (make_run(cell_folder(tmp_path, cell), cell.command) for cell in cells)
+    lines = []
+    answers = [(0, ""), (1, "no"), (None, "")]
+
+    def run_child(line, deadline=None):
+        lines.append((line, deadline))
+        return answers[len(lines) - 1]
+
+    monkeypatch.setattr(runner, "run_child", run_child)
+    argv = ["fedalign", "1", "--runs", tmp_path]
+    assert run_reproduce(capsys, *argv)[0] == 0
+    assert lines == [(["hessian_eval.py", str(a), str(b), "--diagonal", "tensor"], None)]
+    (a / "hessian.json").write_text("{}")
+    code, _, err = run_reproduce(capsys, *argv)
+    assert code == 1 and ": no\n" in err
+    assert lines[1][0] == ["hessian_eval.py", str(b), "--diagonal", "tensor"]
+    code, out, _ = run_reproduce(capsys, *argv, "--limit", "1")
+    assert code == 0 and lines[2][1] is not None and "the same command goes on" in out
+    (b / "hessian.json").write_text("{}")
+    assert run_reproduce(capsys, *argv)[0] == 0 and len(lines) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "paper, figure", [("rFedAvg", "fig9a"), ("rFedAvg", "fig9d"), ("FedMLB", "fig4")]
+)
+def test_a_figure_is_drawn(tmp_path, capsys, paper, figure):
+    """9a and 9d each against its own flag, 4 against seconds a round."""
+    pytest.importorskip("matplotlib")
+    folders = {cell_folder(tmp_path, home(cell)): home(cell) for cell in CELLS[paper, figure]}
+    for folder, cell in folders.items():
+        make_cell_run(folder, cell, 1.0)
+    code, out, _ = run_reproduce(capsys, paper.lower(), figure, "--runs", tmp_path)
+    assert code == 0 and f"{len(folders)} of {len(folders)} runs finished" in out
+    assert (tmp_path / f"{paper.lower()}-{figure}.png").exists()
+
+
+def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
+    """9a to 9d each against its own flag."""
+    pytest.importorskip("matplotlib")
+    shown = []
+    monkeypatch.setattr(compare, "report", lambda *args: shown.append(args))
+    monkeypatch.setattr(command_module, "run_all", lambda *_: Outcome())
+    for part in "abcd":
+        cell = home(CELLS["rFedAvg", f"fig9{part}"][1])
+        folder = cell_folder(tmp_path, cell)
+        if not folder.exists():
+            make_cell_run(folder, cell, 1.0)
+    run_reproduce(capsys, "rfedavg", "fig9", "--runs", tmp_path)
+    assert [(view.x, pathlib.Path(view.plot).name) for _, view, *_ in shown] == [
+        ("lam", "rfedavg-fig9a.png"),
+        ("clients", "rfedavg-fig9b.png"),
+        ("epochs", "rfedavg-fig9c.png"),
+        ("sample", "rfedavg-fig9d.png"),
+    ]
+    _, _, names, wanted = shown[0]
+    settings = {setting for labels in names.values() for setting, _ in labels}
+    assert settings == {cell.label for cell in CELLS["rFedAvg", "fig9a"]}
+    assert len(names) == len(CELLS["rFedAvg", "fig9a"]) and wanted == set()
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--csv"])
+def test_a_file_is_of_one_part(tmp_path, capsys, flag):
+    argv = ["rfedavg", "fig9", "--runs", tmp_path, flag, tmp_path / "x.png"]
+    message = f"argument {flag}: fig9 has 4 parts; name one of fig9a, fig9b"
+    assert is_refused(run_reproduce(capsys, *argv), message)

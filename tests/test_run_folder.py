@@ -1,0 +1,412 @@
+"""The run folder: what is in it, resuming, locks, damage."""
+
+import fcntl
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import TINY, flags, refused
+from methods import SCRIPTS, needed
+from runs import assert_equal_runs, config_of, rounds_in, rows_of, start
+
+import common
+import fedavg
+import fedprox
+
+
+class Killed(BaseException):
+    """What stands for a kill: nothing catches it."""
+
+
+def killed_after(out, rounds):
+    """Return common.evaluate() that is killed in the round after so many."""
+    evaluate = common.evaluate
+
+    def killed(*args):
+        if rounds_in(out) == rounds:
+            raise Killed
+        return evaluate(*args)
+
+    return killed
+
+
+# --- what is in it
+
+
+def test_config_records_the_run(tmp_path):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--out", str(out), "--workers", "2"])
+    config = config_of(out)
+    assert config["script"] == "fedavg"
+    assert config["workers"] == 2
+    assert config["threads"] >= 1
+    assert config["flags"]["lr"] == 0.01
+    assert config["versions"]["torch"] == torch.__version__
+    assert "commit" in config
+    assert re.fullmatch(r"\S.*, \d+ cores", config["device"])
+    names = "config.json metrics.jsonl checkpoint.pt model.pt best.pt states"
+    assert {path.name for path in out.iterdir()} == set(names.split())
+
+
+def test_config_keeps_the_words_of_the_command(tmp_path):
+    """Without --out and --resume.
+
+    After --resume --rounds 5 a plain --resume goes on to 5."""
+    out = tmp_path / "run"
+    words = [*TINY, "--comm_round", "1", "--local-steps=1"]
+    recorded = [*TINY, "--rounds", "1", "--local-steps=1"]
+    fedavg.main([*words, "--out", str(out)])
+    assert config_of(out)["argv"] == recorded
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, 2))
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "5"])
+    assert rounds_in(out) == 2
+    assert config_of(out)["argv"] == [*recorded, "--rounds", "5"]
+    fedavg.main([f"--out={out}", "--resume"])
+    assert rounds_in(out) == 5
+    assert config_of(out)["argv"] == [*recorded, "--rounds", "5"]
+    fedavg.main([*TINY, "--local-steps", "1", "--rounds", "5", "--out", str(tmp_path / "whole")])
+    assert_equal_runs(tmp_path / "whole", out)
+
+
+# --- resuming
+
+
+KILLED = ["fedalign", "scaffold", "fedgkd", "rfedavg"]  # each sort of client and server state
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_resume_after_kill(tmp_path, name):
+    """SIGKILL at a random moment of rounds 1 to 3 and again of 3 to 6, then --resume.
+
+    Equal to an uncut run bit for bit."""
+    argv = [*TINY, "--rounds", "8", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    SCRIPTS[name].main([*argv, "--out", str(whole)])
+    for attempt, rounds in enumerate((random.randint(1, 3), random.randint(3, 6))):
+        delay = random.uniform(0, 0.15)
+        print(f"killed {delay:.3f} s after round {rounds}")
+        process = start(name, *argv, "--out", str(cut), *["--resume"] * attempt)
+        while process.poll() is None and rounds_in(cut) < rounds:
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (cut / "model.pt").exists()
+    SCRIPTS[name].main([*argv, "--out", str(cut), "--resume"])
+    assert_equal_runs(whole, cut)
+    assert not list(cut.glob("**/*.tmp"))
+
+
+FOUR = [*TINY, "--rounds", "4", "--persist-opt", "--checkpoint-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def four_rounds(tmp_path_factory):
+    """The folder of a run of four rounds, not to be changed."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "GLYPHS", (600, 200))
+        torch.set_num_threads(1)
+        fedavg.main([*FOUR, "--out", str(out)])
+    return out
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_resume_after_a_kill_inside_a_round(tmp_path, four_rounds, rounds):
+    """Cut in the evaluation of a round, so after its training.
+
+    Checkpoints are written every second round; a row was being written."""
+    out = tmp_path / "cut"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, rounds - 1))
+        fedavg.main([*FOUR, "--out", str(out)])
+    with (out / "metrics.jsonl").open("a") as f:
+        f.write('{"round": 9, "te')
+    fedavg.main(["--out", str(out), "--resume"])  # its own flags are the defaults
+    assert_equal_runs(four_rounds, out)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_method_resumes(tmp_path, name):
+    """Two rounds, then two more, are four, bit for bit."""
+    argv = [*TINY, "--sample", "0.5", "--local-steps", "3", *needed(name), "--eval-every", "2"]
+    SCRIPTS[name].main([*argv, "--rounds", "4", "--out", str(tmp_path / "whole")])
+    SCRIPTS[name].main([*argv, "--rounds", "2", "--out", str(tmp_path / "cut")])
+    SCRIPTS[name].main(["--out", str(tmp_path / "cut"), "--resume", "--rounds", "4"])
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_more_rounds_on_resume(tmp_path, four_rounds):
+    out = tmp_path / "cut"
+    fedavg.main([*FOUR, "--rounds", "2", "--out", str(out)])
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "4", "--quiet"])
+    assert_equal_runs(four_rounds, out)
+    assert config_of(out)["flags"]["rounds"] == 4
+    before = (out / "metrics.jsonl").read_text()
+    fedavg.main(["--out", str(out), "--resume", "--quiet"])  # nothing left to do
+    assert (out / "metrics.jsonl").read_text() == before
+
+
+# --- locks
+
+
+def lock(out):
+    """Lock a run's folder as another process would; return what to close."""
+    held = os.open(out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def test_one_process_a_run(tmp_path, capsys):
+    """A second process on a run's folder is refused, and changes nothing.
+
+    After a kill in the first moments a run starts anew."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json.123.tmp").write_text("{")
+    argv = [*TINY, "--out", str(out), "--rounds", "1"]
+    held = lock(out)
+    refused(capsys, fedavg, argv, "another process", str(out))
+    os.close(held)
+    fedavg.main(argv)
+    before, held = rows_of(out), lock(out)
+    refused(capsys, fedavg, [*argv[:-1], "2", "--resume"], "another process", str(out))
+    os.close(held)
+    assert rows_of(out) == before
+    fedavg.main([*argv[:-1], "2", "--resume"])
+    assert len(rows_of(out)) == 2
+
+
+def test_a_new_folder_is_taken_by_the_first(tmp_path, capsys, monkeypatch):
+    """The second is refused before it loads data, and the first goes on as if nothing was."""
+    out, second = tmp_path / "run", []
+    argv = [*TINY, "--rounds", "1", "--out", str(out)]
+    load_data = common.load_data
+
+    def load(args):  # while the first loads its data
+        if second:
+            raise AssertionError("the second loads data")
+        second.append(True)
+        refused(capsys, fedavg, argv, "another process", str(out))
+        assert out.is_dir()
+        return load_data(args)
+
+    monkeypatch.setattr(common, "load_data", load)
+    fedavg.main(argv)
+    assert len(rows_of(out)) == 1
+    refused(capsys, fedavg, argv, str(out), "--resume")
+
+
+def test_two_run_folders_on_one_path(tmp_path):
+    args = flags("--out", str(tmp_path / "run"))
+    first, second = common.RunFolder(args), common.RunFolder(args)
+    first.take()
+    with pytest.raises(common.UserError, match="another process"):
+        second.take()
+    second.close()
+    assert (tmp_path / "run").is_dir()
+    first.create(1, 1)
+    with pytest.raises(common.UserError, match="another process"):
+        second.take()
+    second.close()
+    assert config_of(tmp_path / "run")["script"] == "test"
+    first.close()
+    with pytest.raises(common.UserError, match="exists already"):
+        second.take()
+    second.close()
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path, capsys):
+    out = tmp_path / "new" / "run"
+    refused(capsys, fedavg, [*TINY, "--clients", "61", "--out", out], "--clients")
+    assert not out.exists()
+    out.mkdir(parents=True)  # an empty one is taken, and then goes too
+    refused(capsys, fedavg, [*TINY, "--clients", "61", "--out", out], "--clients")
+    assert not out.exists()
+    fedavg.main([*TINY, "--rounds", "1", "--local-steps", "1", "--out", str(out)])
+    assert len(rows_of(out)) == 1
+
+
+def test_a_file_in_the_folders_place(tmp_path, capsys):
+    (tmp_path / "run").write_text("mine")
+    refused(capsys, fedavg, [*TINY, "--out", tmp_path / "run"], "exists already")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_runs_are_not_overwritten(tmp_path, capsys):
+    out = tmp_path / "run"
+    argv = [*TINY, "--out", out]
+    fedavg.main([*TINY, "--out", str(out)])
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    refused(capsys, fedavg, argv, str(out), "--resume")
+    refused(capsys, fedavg, [*argv, "--resume", "--lr", "0.5"], "--lr", "0.5", "0.01")
+    refused(capsys, fedavg, [*argv, "--resume", "--rounds", "1"], "--rounds", "1", "2")
+    refused(capsys, fedprox, [*argv, "--resume"], "fedavg.py", "fedprox.py")
+    argv = [*TINY, "--out", tmp_path / "none", "--resume"]
+    refused(capsys, fedavg, argv, "none", "no run")
+    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+# --- damage
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.fixture(scope="module")
+def run_to_damage(tmp_path_factory):
+    """The folder of a run of two rounds."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "GLYPHS", (600, 200))
+        torch.set_num_threads(1)
+        fedavg.main([*TINY, "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def damaged(run_to_damage):
+    """The same folder, whose files are put back afterwards."""
+    files = {path: path.read_bytes() for path in run_to_damage.iterdir() if path.is_file()}
+    yield run_to_damage
+    for path, content in files.items():
+        path.write_bytes(content)
+
+
+def resumed(out):
+    return ["--out", str(out), "--resume", "--rounds", "3", "--quiet"]
+
+
+FOREIGN = {
+    "script": "fedavg",
+    "net": {"x": torch.ones(1)},
+    "server": {"round": 2},
+    "clients": {},
+}
+
+
+@pytest.mark.parametrize("tree", [{"net": {}}, [1, 2], FOREIGN, "moon", "evil"])
+def test_foreign_checkpoints(tmp_path, capsys, damaged, tree):
+    path = damaged / "checkpoint.pt"
+    if tree == "moon":
+        tree = {**torch.load(path), "script": "moon"}
+    if tree == "evil":
+        tree = Evil(f"touch {tmp_path}/pwned")
+    torch.save(tree, path)
+    before = (damaged / "metrics.jsonl").read_bytes()
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt")
+    assert (damaged / "metrics.jsonl").read_bytes() == before
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("part", [0, 0.5])
+def test_a_cut_checkpoint(capsys, damaged, part):
+    path, before = damaged / "checkpoint.pt", (damaged / "metrics.jsonl").read_bytes()
+    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt")
+    assert (damaged / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_checkpoint_of_another_run(tmp_path, capsys, damaged):
+    rows = (damaged / "metrics.jsonl").read_bytes()
+    fedavg.main([*TINY, "--seed", "5", "--out", str(tmp_path / "other")])
+    other = (tmp_path / "other" / "checkpoint.pt").read_bytes()
+    (damaged / "checkpoint.pt").write_bytes(other)
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt", "another run", "5 for --seed")
+    (damaged / "checkpoint.pt").unlink()
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt", "missing")
+    assert (damaged / "metrics.jsonl").read_bytes() == rows
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda rows: b"",
+        lambda rows: b"5\n5\n",
+        lambda rows: b"\xff\xfe\n" + rows,
+        lambda rows: rows.replace(b"test_acc", b"acc"),
+        lambda rows: rows.replace(b'"round": 1', b'"round": 7'),
+    ],
+)
+def test_damaged_metrics(capsys, damaged, damage):
+    path = damaged / "metrics.jsonl"
+    path.write_bytes(damage(path.read_bytes()))
+    refused(capsys, fedavg, resumed(damaged), "metrics.jsonl", "damaged")
+
+
+@pytest.mark.parametrize(
+    "old, new, word",
+    [
+        ("", "{", "config.json"),
+        ("", "[]", "config.json"),
+        ('"threads"', '"thread"', "config.json"),
+        ('"argv"', '"words"', "config.json"),
+        ('"cnn"', '"vit"', "--model"),
+        ('"clients": 4', '"clients": 0', "--clients"),
+        ('"clients": 4', '"clients": 5', "--clients"),
+    ],
+)
+def test_damaged_config(capsys, damaged, old, new, word):
+    path = damaged / "config.json"
+    before = path.read_text()
+    after = before.replace(old, new) if old else new
+    assert after != before
+    path.write_text(after)
+    refused(capsys, fedavg, resumed(damaged), word)
+
+
+def test_what_was_put_back_resumes(run_to_damage):
+    """After all damages the run goes on."""
+    fedavg.main(resumed(run_to_damage))
+    assert len(rows_of(run_to_damage)) == 3
+
+
+def test_full_disk_is_one_line(tmp_path):
+    """No file may grow beyond 300 kB here, which is how a full disk looks from inside.
+
+    The first checkpoint has 600."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+    argv = [*TINY, "--out", str(tmp_path / "run")]
+    process = start("fedavg", *argv, before=limit, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert "too large" in err
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_divergence_names_round_and_client(tmp_path, capsys):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--rounds", "1", "--out", str(out)])
+    good = (out / "checkpoint.pt").read_bytes()
+
+    def local_update(worker, client, server, args):
+        if server["round"] == 2 and client.id == 2:
+            with torch.no_grad():
+                worker.net[0][0].weight[0, 0, 0, 0] = float("nan")
+        yield from fedavg.local_update(worker, client, server, args)
+
+    args = common.flags("x", "fedavg").parse_args(resumed(out))
+    with pytest.raises(SystemExit) as stop:
+        common.run(args, local_update)
+    err = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert len(err.splitlines()) == 1
+    assert "round 2, client 2" in err
+    assert "keeps the checkpoint" in err
+    assert (out / "checkpoint.pt").read_bytes() == good
+    assert len(rows_of(out)) == 1

@@ -1,0 +1,202 @@
+"""Run folders as the package reproduce reads them: figures by hand, groups, damaged files."""
+
+import dataclasses
+import json
+
+import pytest
+from makers import PLAIN, ROOT, make_groups, make_run, read_rows, run_compare, write_rows
+
+from reproduce.cells import parsed_flags
+from reproduce.figures import Mean, figures, means
+from reproduce.runs import (
+    Group,
+    baseline,
+    comparable,
+    decisive_flags,
+    group_runs,
+    read_run,
+    read_settings,
+)
+
+
+def test_figures_by_hand(tmp_path):
+    """Accuracies 0, 10, 20, -, 40, 50, 60 (one round without evaluation).
+
+    Last five: 10, 20, 40, 50, 60: mean 36, deviation sqrt((26^2 + 16^2 + 4^2 + 14^2 + 24^2) / 5) =
+    sqrt(344). EMA by its recursion a <- 0.9 a + 0.1 x from 0, over 1 - 0.9^i.
+    """
+    accuracies = (0, 10, 20, None, 40, 50, 60)
+    run = read_run(make_run(tmp_path / "a", "fedavg.py --rounds 7", accuracies=accuracies))
+    average = 0
+    ema = {}
+    for i, accuracy in enumerate((0, 10, 20, 40, 50, 60), 1):
+        average = 0.9 * average + 0.1 * accuracy
+        ema[i] = average / (1 - 0.9**i)
+    got = figures(run, 7, at=[2, 4, 7], targets=[ema[4] - 0.01, ema[4] + 0.01, 60])
+    assert (got["last"], got["best"]) == (60, 60)
+    assert got["last five"] == pytest.approx(36)
+    assert got["their deviation"] == pytest.approx(344**0.5)
+    assert got["EMA"] == pytest.approx(ema[6]) and got["EMA@2"] == pytest.approx(ema[2])
+    assert got["EMA@4"] is None
+    rounds = [value for name, value in got.items() if name.startswith("to ")]
+    assert rounds == [5, 6, None]  # the fourth evaluation was in round 5
+    assert got["s/round"] == 4  # of 1, 2, ..., 7 seconds and kB
+    assert got["MB/round"] == pytest.approx(0.004)
+    assert figures(run, 3)["last"] == 20
+
+
+def test_means_by_hand():
+    mean = Mean.of([1.0, 4.0, 7.0])
+    assert (mean.mean, mean.n) == (4, 3)
+    assert mean.std == pytest.approx(3)  # sqrt((9 + 0 + 9) / 2)
+    assert Mean.of([5.0]).std is None
+    assert Mean.of([None, 2.0]).missed == 1
+
+
+def test_seconds_are_medians_and_bytes_are_means(tmp_path):
+    """Of rounds 1 to 4 the last took 100 seconds and a megabyte.
+
+    Median 2.5 seconds, mean (1 + 2 + 3) kB + 1 MB over 4.
+    """
+    folder = make_run(tmp_path / "a")
+    rows = read_rows(folder)
+    seconds = {"train": 90.0, "evaluate": 10.0}
+    rows[3].update(seconds=seconds, bytes_up=999_000, bytes_down=1000)
+    write_rows(folder, rows)
+    run = read_run(folder)
+    got = figures(run, 4, targets=[run.rows[1]["acc_ema"]])
+    assert (got["s/round"], got["train s/round"]) == (2.5, 1.25)
+    assert got["MB/round"] == pytest.approx(1.006 / 4)
+    assert list(got.values())[5] == 2  # a target is reached by what equals it
+
+
+def test_what_decides_a_result(tmp_path):
+    """--precision does, --workers does not; an augmentation counts as what it comes to."""
+    more = [
+        "",
+        "--augment none",
+        "--workers 2",
+        "--data-dir x",
+        "--precision bf16",
+        "--augment flip",
+        "--data-seed 1",
+    ]
+    folders = [
+        make_run(tmp_path / str(i), f"{PLAIN} {flags}", seed=i) for i, flags in enumerate(more)
+    ]
+    names = [[run.path.name for run in group.runs] for group in make_groups(*folders)]
+    assert names == [["0", "1", "2", "3"], ["4"], ["5"], ["6"]]
+
+
+def test_word_vectors_count_by_the_name_of_their_file():
+    def flags(vectors):
+        command = f"fedavg.py --dataset sent140 --model lstm --vectors {vectors}"
+        return decisive_flags(parsed_flags(command))
+
+    assert flags("data/g.txt") == flags("/mnt/g.txt") != flags("random")
+
+
+def test_only_plain_fedavg_on_the_same_machine_is_a_baseline(tmp_path):
+    commands = ["fedprox.py", "fedavg.py --server avgm", "fedavg.py --server adam", "fedavg.py"]
+    folders = [
+        make_run(tmp_path / str(i), f"{command} --dataset glyphs --rounds 4")
+        for i, command in enumerate(commands)
+    ]
+    prox, *others, plain = make_groups(*folders)
+    assert baseline(prox, [prox, *others]) is None
+    assert baseline(prox, [prox, *others, plain]) is plain
+    assert comparable(prox, plain)
+    for change in (
+        {"workers": 2},
+        {"hardware": "H"},
+        {"flags": {**plain.flags, "precision": "bf16"}},
+    ):
+        other = dataclasses.replace(plain.runs[0], **change)
+        assert not comparable(prox, Group([other], [], 4))
+
+
+def test_of_the_same_run_the_one_with_more_figures_stays(tmp_path, capsys):
+    """and the worst client's accuracy says of how many runs it is."""
+    a = make_run(tmp_path / "a0")
+    b = make_run(tmp_path / "b0", f"{PLAIN} --client-test", client_acc_worst=7.0)
+    c = make_run(tmp_path / "c1", seed=1)
+    _, out, err = run_compare(capsys, a, b, c)
+    assert "a0: left out" in err and "7.00 (n = 1)" in out
+    _, out, _ = run_compare(capsys, c, b)
+    assert "7.00 (n = 1)" in out
+
+
+def test_groups_are_runs_that_differ_by_seed_only(tmp_path):
+    """The machine's flags count for nothing, others do.
+
+    The same seed twice is one run; cut runs do not enter a mean.
+    """
+    longer = "fedavg.py --dataset glyphs --rounds 9"
+    folders = [
+        make_run(tmp_path / "a0"),
+        make_run(tmp_path / "a1", seed=1, accuracies=(10, 20, 30, 50)),
+        make_run(tmp_path / "a2", f"{PLAIN} --workers 2", seed=2, accuracies=(1, 2)),
+        make_run(tmp_path / "again"),
+        make_run(tmp_path / "empty", seed=3, accuracies=()),
+        make_run(tmp_path / "other", f"{PLAIN} --lr 0.02"),
+        make_run(tmp_path / "cut0", longer, accuracies=(1, 2, 3)),
+        make_run(tmp_path / "cut1", longer, seed=1, accuracies=(3, 4)),
+    ]
+    warnings = []
+    records = [read_run(folder) for folder in folders]
+    first, other, cut = group_runs(records, warnings.append)
+    assert [run.path.name for run in first.runs] == ["a0", "a1"]
+    assert first.count() == "2 + 1 at 2/4"
+    assert means(first)["last"].mean == 45
+    assert means(first)["last"].std == pytest.approx(50**0.5)
+    assert other.count() == "1"
+    assert cut.count() == "2 at 2/9"
+    assert means(cut)["last"].mean == 3  # round 2 of both: 2 and 4
+    again, empty = warnings
+    assert "again" in again and "a0" in again and "empty" in empty
+
+
+def test_a_line_being_written_does_not_count(tmp_path):
+    path = make_run(tmp_path / "a")
+    with open(path / "metrics.jsonl", "a") as f:
+        f.write('{"round": 5, "test_a')
+    assert len(read_run(path).rows) == 4
+
+
+def test_runs_of_before_the_command_was_recorded(tmp_path):
+    """config.json without argv, as of the runs in results/, which are the same runs as ever."""
+    folder = make_run(tmp_path / "a")
+    new = read_run(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["argv"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_run(folder) == new
+    results = [path.parent for path in ROOT.glob("results/*/*/config.json")]
+    assert any("argv" not in read_settings(path) for path in results)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", None, "no run, since it has no config.json"),
+        ("config.json", "{", "config.json is damaged"),
+        ("config.json", "[]", "config.json is damaged"),
+        ("config.json", '{"script": 1, "flags": {}}', "config.json is damaged"),
+        ("metrics.jsonl", "{}\n", "line 1 is damaged; it should be the row of round 1"),
+        ("metrics.jsonl", '"\n', "line 1 is damaged"),
+        ("metrics.jsonl", "\xff\n", "line 1 is damaged"),
+    ],
+)
+def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message):
+    """and the others are shown; exit code 2."""
+    make_run(tmp_path / "good")
+    bad = make_run(tmp_path / "bad")
+    if content is None:
+        (bad / name).unlink()
+    else:
+        (bad / name).write_text(content, encoding="latin-1")
+    code, out, err = run_compare(capsys, bad, tmp_path / "good")
+    assert code == 2 and message in err and err.count("\n") == 1 and str(bad) in err
+    assert "fedavg" in out
+    code, out, err = run_compare(capsys, bad)
+    assert code == 2 and message in err and err.count("\n") == 1 and not out
