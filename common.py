@@ -1105,49 +1105,9 @@ def _dirichlet_counts(totals, clients, alpha, rng):
     return counts
 
 
-def balanced_dirichlet_partition(labels, clients, alpha, seed):
-    """Return a partition with label skew and equal sizes (FedMLB); n mod clients get one more.
-
-    Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
-    left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
-    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
-    labels = np.asarray(labels)
-    n = len(labels)
-    rng = keyed("dirichlet-balanced", seed)
-    if clients > n:
-        raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
-    available = np.arange(n)
-    parts = []
-    for client in range(clients):
-        size = n // clients + (client < n % clients)
-        p = rng.dirichlet(np.full(labels.max() + 1, alpha)).clip(1e-30)
-        keys = rng.standard_exponential(len(available)) / p[labels[available]]
-        smallest = np.argpartition(keys, size - 1)[:size]
-        parts.append(available[smallest])
-        available = np.delete(available, smallest)
-    return parts
-
-
 def iid_partition(labels, clients, seed):
     """Return a random partition into parts of equal size, give or take one."""
     return np.array_split(keyed("iid", seed).permutation(len(labels)), clients)
-
-
-def similarity_partition(labels, clients, similarity, seed):
-    """Return rFedAvg's partition (ICDE 2023, sec. VI-A).
-
-    similarity percent of the samples are dealt at random, the rest sorted by label and cut into
-    consecutive chunks, one a client. Remainders are spread, not dropped."""
-    labels = np.asarray(labels)
-    rng = keyed("similarity", seed)
-    order = rng.permutation(len(labels))
-    at_random, by_label = np.split(order, [round(similarity / 100 * len(labels))])
-    by_label = by_label[np.argsort(labels[by_label], kind="stable")]
-    # array_split's larger chunks come first; those of by_label go to the last clients, so that
-    # sizes stay even
-    chunks = np.array_split(by_label[::-1], clients)[::-1]
-    pairs = zip(np.array_split(at_random, clients), chunks)
-    return [rng.permutation(np.concatenate(pair)) for pair in pairs]
 
 
 def partition(data, args):
@@ -1169,12 +1129,8 @@ def _split(data, args):
     labels, clients, seed = data.y.numpy(), args.clients, args.data_seed
     if args.partition == "dirichlet":
         return dirichlet_partition(labels, clients, args.alpha, seed)
-    if args.partition == "dirichlet-balanced":
-        return balanced_dirichlet_partition(labels, clients, args.alpha, seed)
     if args.partition == "iid":
         return iid_partition(labels, clients, seed)
-    if args.partition == "similarity":
-        return similarity_partition(labels, clients, args.similarity, seed)
     return extra("partitions", f"--partition {args.partition}").split(data, args)
 
 

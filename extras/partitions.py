@@ -1,4 +1,4 @@
-"""Partitions that ask who made a sample, or are read from a file, and the clients' test samples."""
+"""FedMLB's and rFedAvg's partitions, those by writer and from a file, and clients' test sets."""
 
 import ast
 import dataclasses
@@ -12,7 +12,12 @@ from common import UserError, indices_by_owner, keyed
 
 
 def split(data, args):
-    """Return the parts of --partition natural, natural-iid or file: a list of int64 arrays."""
+    """Return the parts of the partition that args.partition names: a list of int64 arrays."""
+    labels, clients, seed = data.y.numpy(), args.clients, args.data_seed
+    if args.partition == "dirichlet-balanced":
+        return balanced_dirichlet_partition(labels, clients, args.alpha, seed)
+    if args.partition == "similarity":
+        return similarity_partition(labels, clients, args.similarity, seed)
     if args.partition == "file":
         return file_partition(args.split_file, len(data.y), args.clients)
     if data.writers is None:
@@ -22,6 +27,46 @@ def split(data, args):
         )
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
     return deal(data.writers, args.clients, args.data_seed, args.users)
+
+
+def balanced_dirichlet_partition(labels, clients, alpha, seed):
+    """Return a partition with label skew and equal sizes (FedMLB); n mod clients get one more.
+
+    Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
+    left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
+    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
+    labels = np.asarray(labels)
+    n = len(labels)
+    rng = keyed("dirichlet-balanced", seed)
+    if clients > n:
+        raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
+    available = np.arange(n)
+    parts = []
+    for client in range(clients):
+        size = n // clients + (client < n % clients)
+        p = rng.dirichlet(np.full(labels.max() + 1, alpha)).clip(1e-30)
+        keys = rng.standard_exponential(len(available)) / p[labels[available]]
+        smallest = np.argpartition(keys, size - 1)[:size]
+        parts.append(available[smallest])
+        available = np.delete(available, smallest)
+    return parts
+
+
+def similarity_partition(labels, clients, similarity, seed):
+    """Return rFedAvg's partition (ICDE 2023, sec. VI-A).
+
+    similarity percent of the samples are dealt at random, the rest sorted by label and cut into
+    consecutive chunks, one a client. Remainders are spread, not dropped."""
+    labels = np.asarray(labels)
+    rng = keyed("similarity", seed)
+    order = rng.permutation(len(labels))
+    at_random, by_label = np.split(order, [round(similarity / 100 * len(labels))])
+    by_label = by_label[np.argsort(labels[by_label], kind="stable")]
+    # array_split's larger chunks come first; those of by_label go to the last clients, so that
+    # sizes stay even
+    chunks = np.array_split(by_label[::-1], clients)[::-1]
+    pairs = zip(np.array_split(at_random, clients), chunks)
+    return [rng.permutation(np.concatenate(pair)) for pair in pairs]
 
 
 def natural_groups(writers, clients, seed, users=None):

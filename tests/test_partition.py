@@ -11,11 +11,11 @@ from extras import partitions
 LABELS = np.random.default_rng(0).integers(10, size=3000)
 KINDS = {
     "dirichlet": lambda clients, seed: common.dirichlet_partition(LABELS, clients, 0.3, seed),
-    "balanced": lambda clients, seed: common.balanced_dirichlet_partition(
+    "balanced": lambda clients, seed: partitions.balanced_dirichlet_partition(
         LABELS, clients, 0.3, seed
     ),
     "iid": lambda clients, seed: common.iid_partition(LABELS, clients, seed),
-    "similarity": lambda clients, seed: common.similarity_partition(LABELS, clients, 35, seed),
+    "similarity": lambda clients, seed: partitions.similarity_partition(LABELS, clients, 35, seed),
 }
 
 
@@ -72,12 +72,12 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
         def dirichlet(self, alpha):
             return np.array([0.8, 0.2])
 
-    monkeypatch.setattr(common, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
     labels = np.array([0, 1, 1, 0])
     draws = 4000
     counts = np.zeros(3)  # draws in which the first client gets 0, 1 or 2 samples of class 1
     for seed in range(draws):
-        first, second = common.balanced_dirichlet_partition(labels, 2, 1.0, seed)
+        first, second = partitions.balanced_dirichlet_partition(labels, 2, 1.0, seed)
         assert sorted([*first, *second]) == [0, 1, 2, 3]
         counts[labels[first].sum()] += 1
     expected = np.array([8 / 15, 4 / 9, 1 / 45])
@@ -97,10 +97,10 @@ def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
         def dirichlet(self, alpha):
             return p
 
-    monkeypatch.setattr(common, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
     reference, counts, expected = np.random.default_rng(1), [], []
     for seed in range(400):
-        part = common.balanced_dirichlet_partition(labels, 2, 1.0, seed)[0]
+        part = partitions.balanced_dirichlet_partition(labels, 2, 1.0, seed)[0]
         counts.append(np.bincount(labels[part], minlength=3))
         drawn = reference.choice(126, m, replace=False, p=p[labels] / p[labels].sum())
         expected.append(np.bincount(labels[drawn], minlength=3))
@@ -110,7 +110,7 @@ def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
 
 def test_similarity_zero_gives_each_client_one_class():
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 40))
-    for part in common.similarity_partition(labels, 20, 0, 0):
+    for part in partitions.similarity_partition(labels, 20, 0, 0):
         assert (len(set(labels[part])), len(part)) == (1, 20)
 
 
@@ -119,7 +119,7 @@ def test_similarity_mixes_a_share():
 
     Or of two neighbours, where a chunk straddles them."""
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 40))
-    for part in common.similarity_partition(labels, 20, 50, 0):
+    for part in partitions.similarity_partition(labels, 20, 50, 0):
         counts = np.bincount(labels[part], minlength=10)
         assert len(part) == 20
         assert (counts > 0).sum() > 2
