@@ -36,9 +36,7 @@ def local_update(worker, client, server, args):
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--mu", type=common.number(float, 0), default=1e-4, help="of the proximal term; 0 is FedAvg"
-    )
+    parser.add_argument("--mu", type=common.number(float, 0), default=1e-4, help="0 is FedAvg")
     args = parser.parse_args(argv)
     return run(args, local_update)
 

@@ -37,11 +37,19 @@ def setting_label(group, groups):
 
 
 def method_label(group, groups):
-    """Return the script and those of its flags that differ between its groups, as text."""
-    same_script = [other for other in groups if other.script == group.script]
+    """Return the method and those of its flags that differ between its groups, as text.
+
+    A method is a script or, where a script ran with several, its server optimizer.
+    """
+    groups = [other for other in groups if other.script == group.script]
+    name, server = group.script, group.flags.get("server")
+    if len({other.flags.get("server") for other in groups}) > 1:
+        groups = [other for other in groups if other.flags.get("server") == server]
+        name = {"avgm": "FedAvgM", "adam": "FedADAM"}.get(server, name)
+        name += f" ({group.script})" * (name != group.script != "fedavg")
     flags = [flag for flag in group.flags if flag not in {*SETTING_FLAGS, *MACHINE_FLAGS, "seed"}]
-    parts = [f"{k}={as_text(group.flags[k])}" for k in differing_flags(flags, same_script)]
-    return " ".join([group.script, *parts])
+    parts = [f"{flag}={as_text(group.flags[flag])}" for flag in differing_flags(flags, groups)]
+    return " ".join([name, *parts])
 
 
 def differing_flags(flags, groups):

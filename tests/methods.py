@@ -10,7 +10,7 @@ import common
 ROOT = pathlib.Path(common.__file__).parent
 METHODS = {  # script: most code lines that it may change against fedavg.py
     "fedavg": 0,
-    "fedprox": 5,
+    "fedprox": 3,
     "moon": 22,
     "mixup": 13,
     "stochdepth": 41,
