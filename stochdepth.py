@@ -30,13 +30,8 @@ class StochasticResidual(common.Residual):
         self.register_buffer("mask", torch.ones(()), persistent=False)
 
     def forward(self, x):
-        if not self.training:
-            return F.relu(self.keep * self.branch(x) + self.shortcut(x))
-        statistics = {k: v.clone() for k, v in self.branch.named_buffers()}
-        f = torch.func.functional_call(self.branch, statistics, (x,))
-        for k, v in self.branch.named_buffers():  # those of a skipped block stand still
-            v.copy_(torch.where(self.mask > 0, statistics[k], v))
-        return F.relu(self.mask * f + self.shortcut(x))
+        b = self.mask if self.training else self.keep
+        return F.relu(b * self.branch(x) + self.shortcut(x))
 
 
 def keep_probabilities(blocks, keep, rule="paper"):
@@ -60,19 +55,36 @@ def adapt(net, args):
         stage[i] = StochasticResidual(stage[i], keep)
 
 
+def running_statistics(blocks):
+    """Return the branches' batch-norm statistics, a list, and the block's number of each entry."""
+    statistics, owner = [], []
+    for i, block in enumerate(blocks):
+        floats = [v for v in block.branch.buffers() if v.is_floating_point()]
+        statistics += floats
+        owner += [i] * sum(len(v) for v in floats)
+    return statistics, torch.tensor(owner, dtype=torch.long)
+
+
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     blocks = [m for m in net.modules() if isinstance(m, StochasticResidual)]
     keep = [block.keep for block in blocks]
+    statistics, owner = running_statistics(blocks)
+    owner = worker.pin("owner", owner)
     worker.draw("kept", lambda rng, steps: (rng.random((steps, len(keep))) < keep).astype("f4"))
 
     def step(x, y):
-        torch._foreach_copy_([block.mask for block in blocks], list(worker.row("kept")))
+        kept = worker.row("kept")
+        torch._foreach_copy_([block.mask for block in blocks], list(kept))
+        before = torch.cat(statistics) if statistics else None
         out = net(x)
         loss = F.cross_entropy(out, y)
         opt.zero_grad()
         loss.backward()
         opt.step()
+        if statistics:  # those of a skipped block stand still
+            after = torch.where(kept[owner] > 0, torch.cat(statistics), before)
+            torch._foreach_copy_(statistics, after.split([len(v) for v in statistics]))
         return loss
 
     yield step

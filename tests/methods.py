@@ -13,7 +13,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "fedprox": 3,
     "moon": 22,
     "mixup": 13,
-    "stochdepth": 41,
+    "stochdepth": 50,
     "gradaug": 47,
     "fedalign": 44,
     "fedcka": 48,
