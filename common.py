@@ -48,6 +48,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import io
 import itertools
@@ -75,6 +76,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 CORES = torch.get_num_threads()  # before a run divides them among its workers
+# of --deterministic; read once, when a process first uses cuBLAS
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def keyed(stream, *key):
@@ -360,7 +363,7 @@ def keep_round(fed, row):
     args, folder, t = fed.args, fed.folder, row["round"]
     if row["test_acc"] is not None and row["test_acc"] > max(accuracies(folder.rows), default=-1):
         save(fed.net.state_dict(), folder.out / "best.pt")
-    folder.settle(len(fed.pool.workers))
+    folder.settle(fed)
     folder.append(row)
     if t == args.rounds or t % args.checkpoint_every == 0:
         folder.checkpoint(fed)
@@ -456,6 +459,14 @@ def add_proximal(net, w, mu):
     return mu / 2 * torch.stack(torch._foreach_norm(difference)).square().sum()
 
 
+def evaluation_batch(data):
+    """Return how many test samples are evaluated at once: 2,000 images of 32x32 on a GPU."""
+    if not data.y.is_cuda:
+        return 250
+    pixels = math.prod(data.x_test.shape[2:]) if data.x_test.dtype == torch.uint8 else 1024
+    return max(50, min(2000, 2000 * 1024 // pixels))
+
+
 @torch.no_grad()
 def evaluate(net, data, args, pool_map=map, hits=None):
     """Return accuracy (%) and mean cross-entropy of net, in eval mode, on the whole test set.
@@ -472,7 +483,7 @@ def evaluate(net, data, args, pool_map=map, hits=None):
         loss = F.cross_entropy(out, xy[1], reduction="sum").double()
         return correct, torch.stack([correct.sum().double(), loss])
 
-    size = 2000 if data.y.is_cuda else 250
+    size = evaluation_batch(data)
     batches = zip(data.x_test.split(size), data.y_test.split(size))
     correct, sums = zip(*pool_map(batch, batches))
     count, loss = torch.stack(sums).sum(0).tolist()
@@ -608,9 +619,6 @@ def set_up_device(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
-        if args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = not args.deterministic
     torch.use_deterministic_algorithms(args.deterministic)
     return device
 
@@ -730,6 +738,7 @@ class Worker:
         self.cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         self.batch_norm = has_batch_norm(net)
+        self.search = self.cuda and not args.deterministic  # for the fastest convolutions
         self.net = cast_blocks(copy_net(net), args, self.device)
         self.opt = optimizer(self.net, args)
         self.steps, self.sizes, self.shapes, self.shape = steps, [], None, None
@@ -870,16 +879,19 @@ class Worker:
 
     def _train_batch(self, step, size):
         """Run one step, by replaying its CUDA graph if it has or may have one of at most 64."""
-        room = self.shape in self.graphs or len(self.graphs) < 64
-        if self.cuda and self.args.graph and size == self.args.batch_size and room:
-            if self.shape not in self.graphs:
-                self._capture(step)
+        full = size == self.args.batch_size
+        room = self.shape not in self.graphs and len(self.graphs) < 64
+        if self.cuda and self.args.capture and full and room:
+            self._capture(step)
+        if full and self.shape in self.graphs:
             self.graphs[self.shape].replay()
         else:
             self._step(step, size)
 
     def _step(self, step, size):
         """Run one step on the first size samples of the batch of step t."""
+        # a search takes seconds for each new shape: worth it for full batches, which come again
+        torch.backends.cudnn.benchmark = self.search and size == self.args.batch_size
         rows = {name: v.index_select(0, self.t)[0, :size] for name, v in self.tables.items()}
         index = rows.pop("index")
         if self.images is None:
@@ -889,9 +901,10 @@ class Worker:
         loss = step(channels_last(self.data.normalise(x)), self.data.y.index_select(0, index))
         self.loss.add_(loss.detach(), alpha=size)
         self.t.add_(1)
+        torch.backends.cudnn.benchmark = False
 
     def _capture(self, step):
-        """Record one step on a full batch as a CUDA graph.
+        """Record one step on a full batch as a CUDA graph; where that fails, go on without.
 
         Three steps of warm-up let libraries choose their algorithms and allocate, as PyTorch's
         notes on CUDA graphs advise. They move weights, statistics and momentum, so these are put
@@ -902,13 +915,34 @@ class Worker:
             self.t.zero_()
             self._step(step, self.args.batch_size)
         self.t.zero_()
-        graph = self.graphs[self.shape] = torch.cuda.CUDAGraph()
         # graphs of a worker run one at a time and leave nothing in their memory, so they share it
-        memory = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
-        with torch.cuda.graph(graph, memory, stream=self.stream):
-            self._step(step, self.args.batch_size)
+        memory = next((graph.pool() for graph in self.graphs.values()), None)
+        try:
+            with garbage_collection_paused():  # a graph that is freed meanwhile would break it
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, memory, stream=self.stream):
+                    self._step(step, self.args.batch_size)
+            self.graphs[self.shape] = graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            self.args.capture = False
+            script, why = self.args.script, str(e).splitlines()[0]
+            warning = f"{script}.py: its step cannot be a CUDA graph, so it runs without: {why}"
+            print(warning, file=sys.stderr)
         for tensor, value in zip(state, before):
             tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def garbage_collection_paused():
+    """Collect garbage, and then none inside the with block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Pool:
@@ -1025,7 +1059,10 @@ class Pool:
         torch.cuda.synchronize(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         one = torch.cuda.max_memory_reserved(self.device)
-        new = [self.build() for _ in range(min(waiting, 7, int(0.8 * free / one)))]
+        new = []
+        with contextlib.suppress(torch.OutOfMemoryError):  # fewer will do
+            for _ in range(min(waiting, 7, int(0.8 * free / one))):
+                new.append(self.build())
         self.workers += new
         return new
 
@@ -1033,7 +1070,9 @@ class Pool:
 def peak_memory(device):
     """Return the most bytes held so far: of the GPU by tensors, or of the host by this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(
+            device
+        )  # a captured step's memory is not counted else
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
@@ -1835,10 +1874,13 @@ class Parser(PlainParser):
                 words = [*recorded_words(self._place(words), self.script), *words]
             args = super().parse_args(words)
             args.script, args.argv = self.script, without_place(words)
+            args.capture = args.graph  # until a capture fails
             if args.server_lr is None:
                 args.server_lr = 0.01 if args.server == "adam" else 1.0
             if args.server_momentum is None:
                 args.server_momentum = 0.9 if args.server == "adam" else 0.4
+            if args.precision is None:
+                args.precision = "fp32" if args.device == "cpu" else "tf32"
             check_flags(args)
         except UserError as e:
             self.error(str(e))
@@ -1892,7 +1934,7 @@ def recorded_words(out, script):
 
 def flag_values(args):
     """Return the flags of args as {name: value}, without what else the parser noted there."""
-    return {k: v for k, v in vars(args).items() if k not in ("script", "argv")}
+    return {k: v for k, v in vars(args).items() if k not in ("script", "argv", "capture")}
 
 
 def without_place(words):
@@ -2063,7 +2105,7 @@ def add_machine_flags(add):
     add("--seed", type=SEED, default=0, help="of weights, client sampling, batches, augmentation")
     add("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:N")
     add("--workers", type=worker_count, default="auto", help="clients trained at once")
-    add("--precision", default="fp32", choices=precisions, help="of networks; losses are in fp32")
+    add("--precision", choices=precisions, help="of networks (tf32 on a GPU); losses are in fp32")
     add("--graph", action=ON_OFF, default=True, help="on a GPU, replay steps as CUDA graphs")
     add("--deterministic", action="store_true", help="repeat bit for bit on a GPU too, more slowly")
     add("--out", metavar="RUN", help="the run's folder; by default a new one under runs/")
@@ -2191,6 +2233,7 @@ class RunFolder:
             check_resumed(self.args, self.config["flags"])
             # 0 workers: a GPU's number was never settled
             self.workers = self.config["workers"], self.config["threads"]
+            self.args.capture = self.args.graph and self.config.get("graph", True)
             return
         taken = (
             f"--out {self.out}: exists already; continue that run with --resume, or name another"
@@ -2246,10 +2289,11 @@ class RunFolder:
         text = json.dumps(self.config, indent=1) + "\n"
         write_atomically(self.out / "config.json", text.encode())
 
-    def settle(self, workers):
-        """Note the number of workers that a GPU's memory has allowed in the first round."""
-        if not self.config["workers"]:
-            self.config["workers"] = workers
+    def settle(self, fed):
+        """Note what a GPU has allowed: the number of workers, and steps as CUDA graphs."""
+        allowed = {"workers": len(fed.pool.workers), "graph": fed.args.capture}
+        if {key: self.config.get(key) for key in allowed} != allowed:
+            self.config |= allowed
             self.write_config()
 
     def decisive(self):

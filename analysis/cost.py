@@ -330,7 +330,7 @@ def count(call, draws):
     """
     args = call.args
     args.local_steps = draws
-    args.graph = False
+    args.capture = False
     args.device = "cpu"
     trial = prepare(call, args.batch_size, CLIENTS, CountingWorker)
     with unfused_lstm(trial.net), MacCounter({}) as everything:

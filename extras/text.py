@@ -269,7 +269,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         mask = x[:, :, -1:]  # (batch, steps, 1)
-        h = self.lstm(x[:, :, :-1])[0] * mask
+        with torch.autocast(x.device.type, enabled=False):  # cuDNN's would be fp16, not bf16
+            h = self.lstm(x[:, :, :-1])[0] * mask
         if not self.last:
             return torch.cat([h, mask], 2)
         step = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (batch, 1, 1)

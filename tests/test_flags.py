@@ -57,7 +57,7 @@ def test_what_the_parser_notes():
     args = common.flags("x", "dir/fedx.py").parse_args(["--out", "a", "--n_parties=5", "--quiet"])
     assert args.script == "fedx"
     assert args.argv == ["--clients=5", "--quiet"]
-    assert common.flag_values(args).keys() == vars(args).keys() - {"script", "argv"}
+    assert common.flag_values(args).keys() == vars(args).keys() - {"script", "argv", "capture"}
 
 
 @pytest.mark.parametrize(

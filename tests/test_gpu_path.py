@@ -1,0 +1,145 @@
+"""What only a GPU runs, as far as a CPU can show it: failures, memory, batches, settings."""
+
+import json
+import os
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, args_of, flags
+
+import common
+import fedavg
+from extras import backbones, text
+
+
+def tiny_worker(*argv):
+    """Return a worker on glyphs, and the step and the client with which it has begun."""
+    args = flags("--epochs", "1", *argv)
+    data = common.glyphs()
+    torch.manual_seed(0)
+    net = common.build_net("cnn", 62)
+    worker = common.Worker(net, data, args, 8)
+    client = common.Client(0, np.arange(40), {})
+    worker._begin(client, {"round": 1}, net.state_dict())
+    return worker, next(fedavg.local_update(worker, client, {}, args))
+
+
+def test_a_step_that_cannot_be_captured_runs_without(capsys):
+    """CUDAGraph() raises without a GPU: the step's state is put back, and one line says why."""
+    worker, step = tiny_worker()
+    before = {k: v.clone() for k, v in worker.net.state_dict().items()}
+    worker.cuda = True
+    worker._train_batch(step, 32)
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert err.startswith("test.py: its step cannot be a CUDA graph")
+    assert worker.args.capture is False
+    assert worker.graphs == {}
+    assert worker.t.item() == 1  # one eager step, after the warm-up was taken back
+    plain, step = tiny_worker()
+    plain._step(step, 32)
+    after = worker.net.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in plain.net.state_dict().items())
+    assert not all(torch.equal(after[k], v) for k, v in before.items())
+
+
+def test_a_run_notes_that_it_has_no_graphs(tmp_path):
+    """config.json says so, and a resumed run keeps to it."""
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--out", str(out)])
+    config = json.loads((out / "config.json").read_text())
+    assert config["graph"] is True
+    config["graph"] = False
+    (out / "config.json").write_text(json.dumps(config))
+    seen = []
+
+    def local_update(worker, *rest):
+        seen.append(worker.args.capture)
+        yield from fedavg.local_update(worker, *rest)
+
+    words = ["--out", str(out), "--resume", "--rounds", "3"]
+    args = common.flags("", "fedavg").parse_args(words)
+    common.run(args, local_update)
+    assert set(seen) == {False}
+    assert json.loads((out / "config.json").read_text())["graph"] is False
+
+
+def test_a_full_memory_means_fewer_workers(monkeypatch):
+    """Room for five by the first one's size, and the third more is refused: three work."""
+    built = []
+
+    def build():
+        if len(built) == 3:
+            raise torch.OutOfMemoryError("full")
+        built.append(object())
+        return built[-1]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 100)
+    pool = common.Pool(build, torch.device("cpu"), 0, 1)
+    assert len(pool._grow(9)) == 2  # 0.8 * 500 / 100 = 4 more were tried
+    assert len(pool.workers) == 3
+    assert pool.grow is False
+
+
+def test_convolutions_are_searched_for_full_batches_alone():
+    worker, _ = tiny_worker()
+    worker.search = True
+    seen = {}
+
+    def step(x, y):
+        seen[len(x)] = torch.backends.cudnn.benchmark
+        return torch.zeros(())
+
+    for size in (32, 8):
+        worker._step(step, size)
+    assert seen == {32: True, 8: False}
+    assert torch.backends.cudnn.benchmark is False
+
+
+@pytest.mark.parametrize(
+    "size, images",
+    [(32, 2000), (28, 2000), (64, 500), (224, 50)],
+)
+def test_evaluation_batches_follow_the_pixels(size, images):
+    x = torch.empty(0, 3, size, size, dtype=torch.uint8)
+    data = types.SimpleNamespace(x_test=x, y=types.SimpleNamespace(is_cuda=True))
+    assert common.evaluation_batch(data) == images
+
+
+def test_evaluation_batches_of_text_and_on_a_cpu():
+    words = torch.empty(0, 70, dtype=torch.int16)
+    data = types.SimpleNamespace(x_test=words, y=types.SimpleNamespace(is_cuda=True))
+    assert common.evaluation_batch(data) == 2000
+    assert common.evaluation_batch(common.glyphs()) == 250
+
+
+def test_settings_of_cuda(monkeypatch):
+    """cuBLAS is set when common.py is imported; TF32 is the default on a GPU alone."""
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    assert args_of(fedavg, "--device", "cpu").precision == "fp32"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert args_of(fedavg, "--device", "cuda").precision == "tf32"
+    assert args_of(fedavg, "--device", "cuda", "--precision", "fp32").precision == "fp32"
+
+
+def test_vgg9_pools_only_what_is_larger():
+    """At 32x32 its last maps are 4x4 already; the pooling there has no deterministic backward."""
+
+    def pools(size):
+        head = dict(backbones.vgg9(3, size)[0])["head"]
+        return any(isinstance(m, torch.nn.AdaptiveAvgPool2d) for m in head)
+
+    assert not pools(32)
+    assert pools(64)
+
+
+def test_lstm_stays_out_of_autocast():
+    layer = text.Recurrent(3, 4, last=False)
+    x = torch.cat([torch.randn(2, 5, 3), torch.ones(2, 5, 1)], 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), text.Recurrent.forward(layer, x))
+        assert layer(x).dtype == torch.float32
