@@ -144,13 +144,17 @@ def kept_runs():
     return [path.parent for path in sorted(ROOT.glob("results/*/*/config.json"))]
 
 
-def test_the_results_are_those_kept(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page, folders",
+    [("reproduce.md", "rfedavg-*"), ("demonstration.md", "mnist-skew")],
+)
+def test_the_results_are_those_kept(capsys, tmp_path, monkeypatch, page, folders):
     """The section is what the command makes of results/, every row with n and hardware."""
     monkeypatch.chdir(ROOT)
-    page = tmp_path / "reproduce.md"
-    text = (ROOT / "docs/reproduce.md").read_text()
+    text = (ROOT / "docs" / page).read_text()
+    page = tmp_path / page
     page.write_text(text)
-    runs = [run.relative_to(ROOT) for run in kept_runs()]
+    runs = [run.relative_to(ROOT) for run in kept_runs() if run.match(f"results/{folders}/*")]
     assert runs and run_compare(capsys, *runs, "--into", page)[0] == 0
     assert page.read_text() == text
     section = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
