@@ -227,16 +227,17 @@ def test_fedgkd_step():
 
 
 def test_fedgkd_buffer():
-    """The mean of the last two global models, the first of them the initial one."""
-    net, server, args = nn.Linear(2, 1), {}, args_of(fedgkd, *TINY, "--buffer", "2")
-    history = [state_of(net)]
-    for i in range(3):
+    """The mean of the last three global models, of which the initial one, 0, is none.
+
+    They are 1, 3, 6 and 10: means 1, (1 + 3) / 2, (1 + 3 + 6) / 3 and (3 + 6 + 10) / 3."""
+    net, server, args = nn.Linear(2, 1), {}, args_of(fedgkd, *TINY, "--buffer", "3")
+    with torch.no_grad():
+        [p.zero_() for p in net.parameters()]
+    for i, (model, mean) in enumerate([(1, 1), (3, 2), (6, 10 / 3), (10, 19 / 3)]):
         fedgkd.aggregate(net, received_of(net, [i + 1], [1.0]), server, args)
-        history.append({k: v + i + 1 for k, v in history[-1].items()})
-        assert close(net.state_dict(), history[-1])
-        expected = {k: torch.stack([h[k] for h in history[-2:]]).mean(0) for k in history[0]}
-        assert close(server["mean"], expected)
-        assert len(server["buffer"]) == 2
+        assert all((v == model).all() for v in net.state_dict().values())
+        assert all(torch.allclose(v, torch.full_like(v, mean)) for v in server["mean"].values())
+        assert len(server["buffer"]) == min(i + 1, 3)
     before = copy.deepcopy(server["buffer"])
     with torch.no_grad():
         net.weight.add_(1)
