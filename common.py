@@ -908,7 +908,7 @@ class Worker:
 
         Three steps of warm-up let libraries choose their algorithms and allocate, as PyTorch's
         notes on CUDA graphs advise. They move weights, statistics and momentum, so these are put
-        back; a step writes to nothing else."""
+        back; a step writes to nothing else that is read."""
         state = [*self.net.state_dict().values(), *optimizer_state(self.opt), self.t, self.loss]
         before = [v.clone() for v in state]
         for _ in range(3):

@@ -10,13 +10,18 @@ z: output of a projection head before the classifier, which works on it too. The
 client has a last round.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
-The frozen networks are in eval mode, as in the MOON authors' code; the FedAlign code runs them in
-train mode. One last model is kept, the MOON code's default; it can keep several. cnn and cnn-moon
-have the head built in, so --projection is 0 for them unless given.
+The frozen networks are in eval mode, as in the MOON authors' code. --frozen-mode train: in train
+mode, as in the FedAlign code, so that their batch norm takes the statistics of the batch; their
+running ones move meanwhile, but nothing reads them, and each client of each round starts with those
+of its weights. In that code a client that was never sampled has the initial global model for z_prev
+in round 1, and then the one that round 1 ended with: its term has no gradient in rounds 1 and 2,
+and contrasts with that model from round 3 on, where ours stays 0. One last model is kept, the MOON
+code's default; it can keep several. cnn and cnn-moon have the head built in, so --projection is 0
+for them unless given.
 
 FedAlign paper, Table 5, row MOON: 55.0 +- 0.5. Not measured here yet.
     python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
-        --epochs 20 --drop-last --mu 1
+        --epochs 20 --drop-last --mu 1 --frozen-mode train
 """
 
 import torch.nn.functional as F
@@ -36,6 +41,8 @@ def local_update(worker, client, server, args):
     prev = client.state.get("net")
     has_prev = worker.pin("has_prev", float(prev is not None))  # 0 skips the term
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
+    for frozen in (glob, prev):
+        frozen.train(args.frozen_mode == "train")
 
     def step(x, y):
         z = net[:-1](x)
@@ -61,6 +68,8 @@ def main(argv=None, run=common.run):
         "--mu", type=common.number(float, 0), default=1.0, help="of the contrast; 0 is FedAvg"
     )
     parser.add_argument("--temperature", type=positive, default=0.5, help="tau")
+    modes = ["eval", "train"]
+    parser.add_argument("--frozen-mode", default="eval", choices=modes, help="see above")
     args = parser.parse_args(argv)
     if args.projection is None:
         args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256

@@ -85,7 +85,7 @@ FEDALIGN_DATA = {
 FEDALIGN_METHODS = {
     "FedAvg": "fedavg.py",
     "FedProx": "fedprox.py --mu 1e-4",
-    "MOON": "moon.py --mu 1 --temperature 0.5 --projection 256",
+    "MOON": "moon.py --mu 1 --temperature 0.5 --projection 256 --frozen-mode train",
     "Mixup": "mixup.py --gamma 0.1",
     "StochDepth": "stochdepth.py --keep 0.9",
     "GradAug(n=1)": "gradaug.py --subnets 1 --mu 2 --min-width 0.8",

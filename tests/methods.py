@@ -11,7 +11,7 @@ ROOT = pathlib.Path(common.__file__).parent
 METHODS = {  # script: most code lines that it may change against fedavg.py
     "fedavg": 0,
     "fedprox": 3,
-    "moon": 22,
+    "moon": 26,
     "mixup": 13,
     "stochdepth": 50,
     "gradaug": 47,
@@ -55,6 +55,7 @@ RESNET = [
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 VARIANTS = [  # each script, and its variants with a code path of their own
     *((name, "") for name in METHODS),
+    ("moon", "--frozen-mode train --model resnet56 --batch-size 16 --local-steps 2"),
     ("fedcka", "--similarity-metric kernel-cka"),
     ("scaffold", "--option 1"),
     ("scaffold", "--correction gradient"),

@@ -227,7 +227,7 @@ def test_views():
 
 FEDALIGN_FLAGS = {
     "fedprox": {"mu": "1e-4"},
-    "moon": {"mu": "1", "temperature": "0.5", "projection": "256"},
+    "moon": {"mu": "1", "temperature": "0.5", "projection": "256", "frozen-mode": "train"},
     "mixup": {"gamma": "0.1"},
     "stochdepth": {"keep": "0.9"},
     "fedavg": {},

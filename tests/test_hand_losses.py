@@ -114,6 +114,63 @@ def test_moon_step():
     assert not same(client.state["net"], w)
 
 
+def normed_network(seed):
+    """Return a network with batch norm in float64, whose running statistics are of no batch."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), common.Classifier(4, 3)).double()
+    with torch.no_grad():
+        net[1].weight.copy_(torch.rand(4) + 0.5)
+        net[1].bias.normal_()
+        net[1].running_mean.normal_()
+        net[1].running_var.uniform_(0.5, 2)
+    return net
+
+
+def normed_feature(x, weights, mode):
+    """Return the feature of normed_network() at weights, a state_dict, written out."""
+    h = x @ weights["0.weight"].T + weights["0.bias"]
+    if mode == "train":
+        mean, variance = h.sum(0) / len(h), (h - h.sum(0) / len(h)).square().sum(0) / len(h)
+    else:
+        mean, variance = weights["1.running_mean"], weights["1.running_var"]
+    return (h - mean) / (variance + 1e-5).sqrt() * weights["1.weight"] + weights["1.bias"]
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_moon_frozen_networks(mode):
+    """train: batch norm of the frozen networks takes the statistics of each batch.
+
+    Their running ones, which it moves, count in no later step and in no later client's round."""
+    prev, argv = normed_network(9), ["--mu", "0.5", "--frozen-mode", mode]  # 0.5: exact in fp32
+    state = {"net": state_of(prev)}
+    worker, step, *_, w = begin("moon", argv, net=normed_network(3), state=state)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        x, y = torch.randn(6, 5, generator=g, **DOUBLE), torch.randint(0, 3, (6,), generator=g)
+        mine = {k: p.detach().clone().requires_grad_() for k, p in worker.net.named_parameters()}
+        z = normed_feature(x, mine, "train")
+        a, b = (normed_feature(x, weights, mode) for weights in (w, state_of(prev)))
+        t, u = ((z * o).sum(1) / z.norm(dim=1) / o.norm(dim=1) / 0.5 for o in (a, b))
+        out = z @ mine["2.weight"].T + mine["2.bias"]
+        total = F.cross_entropy(out, y) + 0.5 * -(t.exp() / (t.exp() + u.exp())).log().mean()
+        expected = torch.autograd.grad(total, list(mine.values()))
+        loss, grads = gradients(worker, step, x, y)
+        assert loss == pytest.approx(total.item(), rel=1e-12)
+        assert close(grads, expected, rtol=1e-9, atol=1e-12)
+    for net, weights in (("glob", w), ("prev", state_of(prev))):
+        assert all(p.grad is None for p in worker.nets[net].parameters())
+        moved = not same(state_of(worker.nets[net]), weights)
+        assert moved == (mode == "train")
+    args = args_of(moon, *TINY, "--momentum", "0", *argv)
+    client, server = common.Client(1, np.arange(8), {}), {"round": 2, "clients": [1]}
+    worker._begin(client, server, w)
+    generator = moon.local_update(worker, client, server, args)
+    next(generator)
+    assert same(state_of(worker.nets["glob"]), w)
+    finish(generator)
+    assert same(client.state["net"], w)
+
+
 @pytest.mark.parametrize("name", ["moon", "fedcka"])
 def test_contrast_is_left_out_before_a_client_has_a_model(name):
     worker, step, *_ = begin(name)
