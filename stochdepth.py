@@ -8,11 +8,12 @@ Sec. 3.1), b once a block and batch:
 A block that is skipped keeps its batch-norm statistics and gets a gradient of zero.
 
 State: none. Bytes per client and round: the model down, the model up.
---rule code: rho_l falls from 1 at the first block to rho_L at the last, as in the FedAlign code.
+--rule code: rho_l falls from 1 at the first block to rho_L at the last, as in the FedAlign code. By
+the default, the line above, the first block too is skipped at times.
 
 FedAlign paper, Table 5, row StochDepth: 55.5 +- 0.2. Not measured here yet.
     python stochdepth.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
-        --epochs 20 --drop-last --keep 0.9
+        --epochs 20 --drop-last --keep 0.9 --rule code
 """
 
 import torch

@@ -87,7 +87,7 @@ FEDALIGN_METHODS = {
     "FedProx": "fedprox.py --mu 1e-4",
     "MOON": "moon.py --mu 1 --temperature 0.5 --projection 256 --frozen-mode train",
     "Mixup": "mixup.py --gamma 0.1",
-    "StochDepth": "stochdepth.py --keep 0.9",
+    "StochDepth": "stochdepth.py --keep 0.9 --rule code",
     "GradAug(n=1)": "gradaug.py --subnets 1 --mu 2 --min-width 0.8",
     "GradAug(n=2)": "gradaug.py --subnets 2 --mu 1.75 --min-width 0.8",
     "GradAug(n=3)": "gradaug.py --subnets 3 --mu 1.5 --min-width 0.8",

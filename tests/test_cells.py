@@ -229,7 +229,7 @@ FEDALIGN_FLAGS = {
     "fedprox": {"mu": "1e-4"},
     "moon": {"mu": "1", "temperature": "0.5", "projection": "256", "frozen-mode": "train"},
     "mixup": {"gamma": "0.1"},
-    "stochdepth": {"keep": "0.9"},
+    "stochdepth": {"keep": "0.9", "rule": "code"},
     "fedavg": {},
     "fedalign": {"mu": "0.45", "width": "0.25", "clip": "10"},
 }
@@ -238,7 +238,10 @@ GRADAUG_MU = {"1": "2", "2": "1.75", "3": "1.5", "4": "1.25"}  # by n
 
 @pytest.mark.parametrize("table", tables_of("FedAlign"))
 def test_lines_of_fedalign(table):
-    """Sec. 3.2; Nesterov, weight decay, batch 64 and drop-last of the code."""
+    """Sec. 3.2; of the code Nesterov, weight decay, batch 64, drop-last, and two readings.
+
+    They are MOON's frozen networks in train mode and StochDepth's rule.
+    """
     for cell in CELLS["FedAlign", table]:
         check_fedalign_line(cell)
         assert ("save-clients" in words_of(cell)) == (table == "1")
