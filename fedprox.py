@@ -6,7 +6,8 @@ FedAvg with a proximal term that keeps client k near the global weights w it sta
 over all trainable parameters, those of batch norm included.
 
 State: none beyond a copy of w during training. Bytes per client and round: the model down, the
-model up. Differs from the rFedAvg authors' code, whose term has no 1/2: their lambda is our mu/2.
+model up. The term has the 1/2 as in the FedAlign and MOON authors' code. It has none in rFedAvg's,
+whose lambda is our mu/2, nor in the later code of FedMLB's authors, whose 0.001 is our mu 0.002.
 
 FedAlign paper, Table 5, row FedProx: 53.1 +- 0.3. Not measured here yet.
     python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\

@@ -132,7 +132,7 @@ METHOD_FLAGS = {
     ("FedCKA", "MOON"): {"temperature": "0.5"},
     ("FedMLB", "FedAvg+KD"): {"gamma": "0.2"},
     ("FedMLB", "FedAvg+FitNet"): {"gamma": "1"},
-    ("FedMLB", "FedProx"): {"mu": "0.001"},
+    ("FedMLB", "FedProx"): {"mu": "0.002"},  # 0.001 without the 1/2, as their later code
     ("FedMLB", "FedGKD"): {"gamma": "0.2", "buffer": "5"},
     ("FedMLB", "FedLS-NTD"): {"weighting-rule": "convex", "ntd-beta": "0.3", "tau": "1"},
     ("FedMLB", "FedADAM"): ADAM,
