@@ -10,7 +10,13 @@ features: what the classifier reads; delta_j: constants, means over all data of 
 network at the end of its last round (rfedavg), or by the new global network, in a second
 synchronisation of each round (rfedavg+). The sums are over clients that have a delta. For the same
 deltas both have the same gradient; without another client's delta r_k is 0. rfedavg_dp.py adds
-noise to the deltas (Fig. 12); rfedavg_code.py is the reading of the authors' code.
+noise to the deltas (Fig. 12); rfedavg_code.py is the reading of the authors' code. Which of the two
+made Tables I and II is not known.
+
+rfedavg departs from Algorithm 1, line 10, which prints delta_j of the weights that the round
+started from. The text has it sent "after the local training", names as a drawback that it is of
+each client's local model, and bounds that in Theorem 2; by line 10 it would be of a global model,
+as in rfedavg+ but a round older.
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
 up, and of deltas N d down, d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads

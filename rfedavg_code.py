@@ -6,10 +6,12 @@ rFedAvg and rFedAvg+ (rfedavg.py) with other deltas:
     rfedavg:   r_k = mean_(j != k) ||phi - delta_j||^2
     rfedavg+:  r_k = ||phi - mean_j delta_j||^2, k included
 delta_j: mean feature of one random batch of client j; only those of the clients sampled in this
-round count, each as of the last round that client took part in. Which of the two readings the
-paper's tables were made with is not known. Theirs sends the raw features of the batch, and measures
-anew at the start of a round, in the first by random networks, instead of at the end of the last;
-and its rFedAvg+ shares one mean with all clients.
+round count, each as of the last round that client took part in. Which of the two readings Tables I
+and II were made with is not known. Theirs sends the raw features of the batch, and measures anew at
+the start of a round instead of at the end of the last; and its rFedAvg+ shares one mean with all
+clients. So theirs has the term in the first round too, of features of random networks (each
+client's own, in rFedAvg+ the initial global one). Ours has none in it: there nobody measures before
+others train.
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
 up, and of deltas |S| d down, d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads
