@@ -10,8 +10,8 @@ statistics are averaged.
 
 State: none. Bytes per client and round: the model down, the model and h_k up.
 --h rfedavg: as the rFedAvg authors' code, ||D_k||^2 in h_k and a constant for L (--lipschitz, 1 in
-their config). Their F_k is the mean of the losses of full batches in training mode; ours stays that
-above. Clients are sampled uniformly.
+their config); the numbers of its tables may be of that. Their F_k is the mean of the losses of full
+batches in training mode; ours stays that above. Clients are sampled uniformly.
 
 rFedAvg paper, Table I, MNIST, row q-FedAvg, cross-silo, similarity 0%. Not measured here yet.
     python qfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 \\

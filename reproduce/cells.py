@@ -4,6 +4,14 @@ A cell's table, dataset, model, setting and method are those of its row in publi
 that a paper leaves open are marked "open" in a comment here, with what was picked. The command
 `python -m reproduce` runs the cells, and compare knows a run as a cell's by its flags.
 
+A cell uses the reading that made the published number where that is known: it is the authors' code
+where it differs from their text (GradAug's widths, StochDepth's rule, MOON's frozen networks), and
+says so. What looks like a slip in released code is not repeated: SCAFFOLD that corrects nothing, h
+of q-FedAvg, test images that are augmented, test tweets in training; nor is what hangs on how
+clients met worker threads, FedAlign's momentum. Each is said at its cells. What thereby sets
+published numbers apart, or which reading made them where that is open, is also a cell's caveat,
+which compare prints under the published numbers.
+
 Everywhere: --seed is added by the command, the partition is that of --data-seed 0, and the test
 set is used whole (the FedAlign code drops its last short batch).
 """
@@ -30,6 +38,7 @@ class Cell:
     method: str
     command: str  # SCRIPT.py and its flags
     detail: str = ""  # what tells cells of one published row apart
+    caveat: str = ""  # in what the published number is, or may be, another than ours: a sentence
 
     @property
     def label(self):
@@ -69,7 +78,10 @@ def dirichlet(alpha, partition="dirichlet"):
 # FedAlign (CVPR 2022): Secs. 3.2 and 4, and the authors' code for Nesterov, weight decay, batch
 # size and --drop-last. Momentum starts afresh each round, by our choice: their code keeps it in
 # each worker thread, which with 16 processes for 16 clients is per client (--persist-opt repeats
-# that), and with fewer passes it from one client to another.
+# that), and with fewer, or with sampling, passes it from one client to another. How many there were
+# for each table is not stated. As in the code FedProx has the 1/2, MOON's mu none, StochDepth's
+# survival falls from 1 at the first block, and MOON's frozen networks are in train mode; there
+# clients never sampled contrast with the global model of round 1 from round 3 on, here not at all.
 # --------------------------------------------------------------------------------------------------
 
 FEDALIGN = "--batch-size 64 --drop-last --lr 0.01 --momentum 0.9 --nesterov --weight-decay 1e-4"
@@ -260,12 +272,18 @@ def centralised_bound():
 
 
 # --------------------------------------------------------------------------------------------------
-# FedMLB (ICML 2022): Sec. 5.1 and App. A. As in the code CIFAR-100 gets CIFAR-10's statistics.
+# FedMLB (ICML 2022): Sec. 5.1 and App. A. As in the code CIFAR-100 gets CIFAR-10's statistics. The
+# code tests Tiny-ImageNet, and it alone, with the transform of training (random rotation, crop and
+# flip): the 48 cells of Tables 1, 10 and 11 are published so, and ours test clean images.
 # --------------------------------------------------------------------------------------------------
 
 FEDMLB = (
     "--rounds 1000 --lr-decay 0.998 --momentum 0 --weight-decay 1e-3 --clip 10 "
     "--augment rotate10,crop,flip"
+)
+TINY_CAVEAT = (
+    "FedMLB, Tiny-ImageNet: the authors' code tests on images rotated, cropped and flipped at "
+    "random, as in training; ours on the images as they are."
 )
 # Open: both betas.
 ADAM = "--server adam --server-lr 0.01 --server-momentum 0.9 --server-beta2 0.99 --server-tau 0.001"
@@ -341,7 +359,9 @@ class FedMlbSetting:
 
 def fedmlb_cell(table, method, command, setting):
     command = f"{command} {setting.flags} {FEDMLB}"
-    return Cell("FedMLB", table, setting.dataset, setting.model, setting.name, method, command)
+    cell = Cell("FedMLB", table, setting.dataset, setting.model, setting.name, method, command)
+    tiny = setting.dataset == "Tiny-ImageNet"
+    return dataclasses.replace(cell, caveat=TINY_CAVEAT) if tiny else cell
 
 
 def fedmlb():
@@ -407,11 +427,26 @@ def pathways_cell(table, subset, note):
 # rFedAvg (ICDE 2023): Sec. VI-A. Open: E counts epochs (the code), not steps (the text): of FedAvg
 # on MNIST, 500 clients, the mean accuracies of the last five rounds at similarity 0 and 100% are
 # 94.16 and 98.34 by epochs, 94.02 and 98.18 by steps (n = 1, results/); published 94.38 and 98.42.
-# Plain averages and --drop-last are the code's. The SCAFFOLD of their code never corrects a step,
-# so their rows for it are FedAvg's; ours does. FedProx's mu is the text's, with the 1/2 that their
-# code lacks. RMSProp's state stays with the client, as in the code; Sent140's leak of the test
-# tweets is closed (--leak is the code's).
+# Plain averages and --drop-last are the code's. FedProx's mu is the text's, 1; their code has no
+# 1/2, and 0.5 in its example, which is the same. RMSProp's state stays with the client, as in the
+# code; Sent140's leak of the test tweets is closed (--leak is the code's). The SCAFFOLD of their
+# code never corrects a step, so their rows for it are FedAvg's; ours does. q-FedAvg runs the h of
+# its paper, their code another (--h rfedavg). Open: whether the text's reading of rFedAvg and
+# rFedAvg+ made Tables I and II, or the code's, rfedavg_code.py; here the text's.
 # --------------------------------------------------------------------------------------------------
+
+OPEN_READING = (
+    "rFedAvg and rFedAvg+: ours is the reading of the text; whether the published accuracies are "
+    "of it or of the authors' code (rfedavg_code.py) is open."
+)
+RFEDAVG_CAVEATS = {  # of Tables I and II
+    "Scaffold": "rFedAvg, Scaffold: the authors' code never corrects a step, which leaves FedAvg; "
+    "ours corrects.",
+    "q-FedAvg": "rFedAvg, q-FedAvg: ours has the h of q-FedAvg's paper; the authors' code has "
+    "||D||^2 in it for ||Dw||^2, and a constant for L (qfedavg.py --h rfedavg).",
+    "rFedAvg": OPEN_READING,
+    "rFedAvg+": OPEN_READING,
+}
 
 RFEDAVG = "--weighting uniform --drop-last --weight-decay 0 --augment none"
 SGD = "--momentum 0 --lr 0.1"
@@ -526,8 +561,8 @@ def sent140(federation, iid, note=""):
 
 
 def rfedavg():
-    yield from rfedavg_accuracies("I", SILO)
-    yield from rfedavg_accuracies("II", DEVICE)
+    for cell in [*rfedavg_accuracies("I", SILO), *rfedavg_accuracies("II", DEVICE)]:
+        yield dataclasses.replace(cell, caveat=RFEDAVG_CAVEATS.get(cell.method, ""))
     yield from rfedavg_deltas()
     yield from rfedavg_fig8()
     yield from rfedavg_fig9()

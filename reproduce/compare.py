@@ -23,7 +23,9 @@ numbers beside runs whose flags are those of a paper's cell (published.csv, cell
 lambda_max, H_T, H_N and H_D where hessian_eval.py has been there. A mean over cells not all of
 which are there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
 FedAlign's and FedCKA's tables report is not stated: last and best are both given. Their times are
-compared as ratios to FedAvg's, FedCKA's by the time in training.
+compared as ratios to FedAvg's, FedCKA's by the time in training. Under the table stands in what a
+published number is known to be another than ours, or which of two readings made it where that is
+open.
 
     python -m reproduce.compare runs/fedalign-1/* runs/fedalign-5/*
 """
@@ -59,6 +61,7 @@ CSV_COLUMNS = [
     "published",
     "published_std",
     "difference",
+    "caveat",
 ]
 
 
@@ -226,6 +229,8 @@ def report(folders, args, names=None, wanted=None):
     for title, table in parts:
         if table:
             print(title + render(table, args.markdown))
+    for caveat in dict.fromkeys(filter(None, (line.entry.caveat for line in published))):
+        print(f"\n{caveat}")
     print(f"\n{footnote(groups, published)}")
     if args.csv:
         write_csv(args.csv, tidy + [line.tidy() for line in published])

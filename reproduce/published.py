@@ -95,6 +95,11 @@ class Entry:
         return sum(key_of(cell) == self.key for cell in all_cells()[self.key[:2]])
 
     @property
+    def caveat(self):
+        """In what the published number is, or may be, another than ours: a sentence or nothing."""
+        return next(cell.caveat for cell in all_cells()[self.key[:2]] if key_of(cell) == self.key)
+
+    @property
     def complete(self):
         return all(group.complete for group in self.groups)
 
@@ -276,6 +281,7 @@ class PublishedLine:
             "measured": self.measured.value,
             "published": self.value,
             "published_std": self.std,
+            "caveat": self.entry.caveat,
         }
 
 

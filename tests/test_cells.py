@@ -169,6 +169,24 @@ def test_lines_of_the_methods():
         assert "client-test" in words_of(home(cell)) and home(cell).table == "I"
 
 
+def test_caveats():
+    """On Tiny-ImageNet's cells of FedMLB, and on four methods of rFedAvg's Tables I and II."""
+    marked = [cell for (_, table), cells in CELLS.items() for cell in cells if cell.caveat]
+    tables = [cell for cell in marked if not cell.table.startswith("fig")]
+    tiny = [cell for cell in tables if cell.paper == "FedMLB"]
+    assert {cell.table[:-1] for cell in tiny} == {"1", "10", "11"} and len(tiny) == 48
+    assert {cell.dataset for cell in tiny} == {"Tiny-ImageNet"}
+    assert all("Tiny-ImageNet" in cell.caveat and "rotated" in cell.caveat for cell in tiny)
+    others = [cell for cell in tables if cell.paper != "FedMLB"]
+    assert {(cell.paper, cell.table) for cell in others} == {("rFedAvg", "I"), ("rFedAvg", "II")}
+    words = {"Scaffold": "FedAvg", "q-FedAvg": "--h rfedavg", "rFedAvg": "open", "rFedAvg+": "open"}
+    assert {cell.method for cell in others} == set(words)
+    assert len(others) == 2 * 4 * 8
+    for cell in others:
+        assert words[cell.method] in cell.caveat
+    assert not any("h" in words_of(cell) for cell in others)  # q-FedAvg's: the paper's
+
+
 def test_lines_with_noise():
     """Fig. 12 is of rFedAvg+, by rfedavg_dp.py where there is noise; deltas are clipped to 1."""
     plain, *noisy = CELLS["rFedAvg", "fig12"]

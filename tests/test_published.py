@@ -1,5 +1,6 @@
 """Runs beside the published numbers of the cells whose flags they have."""
 
+import csv
 import json
 import re
 
@@ -81,6 +82,35 @@ def test_times_are_ratios_to_fedavg(tmp_path, capsys):
     )
     _, out, _ = run_compare(capsys, avg, prox)
     assert re.search(r"FedProx +seconds x FedAvg +1 at 20/25 +1\.62 +1\.18 +x86_64, 2 cores\n", out)
+
+
+def test_what_sets_a_published_number_apart_stands_under_the_table(tmp_path, capsys):
+    """Once, however many rows are of such cells, and in the CSV; nothing without such a row."""
+    a, b = [cell for cell in CELLS["FedMLB", "1a"] if cell.dataset == "Tiny-ImageNet"][:2]
+    plain = CELLS["FedMLB", "1a"][0]
+    assert plain.dataset == "CIFAR-100"
+    tiny = [make_cell_run(tmp_path / cell.method, cell, 30.0) for cell in (a, b)]
+    other = make_cell_run(tmp_path / "other", plain, 40.0)
+    _, out, _ = run_compare(capsys, *tiny, other, "--csv", tmp_path / "all.csv")
+    assert out.count(a.caveat) == 1
+    assert out.index("Beside the published numbers") < out.index(a.caveat) < out.index("torch 2.15")
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    assert {row["caveat"] for row in rows if "Tiny-ImageNet" in row["setting"]} == {a.caveat}
+    assert {row["caveat"] for row in rows if "Tiny-ImageNet" not in row["setting"]} == {""}
+    assert "authors' code" not in run_compare(capsys, other)[1]
+
+
+def test_a_reading_that_is_open_is_told(tmp_path, capsys):
+    cells = [cell for cell in CELLS["rFedAvg", "I"] if cell.setting.endswith("sim=0%")]
+    runs = [
+        make_cell_run(tmp_path / str(i), cell, 50.0)
+        for i, cell in enumerate(cells)
+        if cell.dataset == "MNIST"
+    ]
+    out = run_compare(capsys, *runs)[1]
+    caveats = {cell.caveat for cell in cells} - {""}
+    assert len(caveats) == 3
+    assert all(out.count(caveat) == 1 for caveat in caveats)
 
 
 def test_fedcka_s_times_are_of_training(tmp_path, capsys):
