@@ -34,6 +34,8 @@ What local_update may use (x: images (batch, channels, height, width), y: labels
     client.download(tensors)    counts what the client receives beside the model
     client.sum(name, tensors)   sends tensors that are summed over the round's clients
     client.record(name, tensor) sends tensors that are kept apart, by client
+    client.upload(tensors)      counts what the client sends in a second synchronisation
+    client.weight               alpha_k, its weight in the average
     server                      a dict of what the server keeps: "round" (from 1), "clients" (ids of
                                 the round's clients) and the method's own
 
@@ -59,6 +61,7 @@ import pathlib
 import platform
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +161,8 @@ def begin(args, folder, data, make_net):
     Federation."""
     device = set_up_device(args)
     data = load_data(args) if data is None else data
+    if data.x.ndim == 4 and data.x.shape[2] != data.x.shape[3] and resolve_augment(args):
+        raise UserError("argument --augment: for square images; use none")
     parts = partition(data, args)
     tests = None
     if args.client_test:
@@ -176,11 +181,13 @@ def begin(args, folder, data, make_net):
 
 
 def prepare_net(data, args, adapt=None, net=None):
-    """Return net, or the network that args name, on the device of data and in eval mode.
+    """Return a copy of net, or the network that args name, on data's device and in eval mode.
 
     adapt(net, args): changes it first."""
     torch.manual_seed(args.seed)
-    net = net_for(data, args) if net is None else net
+    net = net_for(data, args) if net is None else copy.deepcopy(net)
+    if not all(p.requires_grad for p in net.parameters()):
+        raise UserError("net: has frozen parameters, and methods train all of them")
     if adapt:
         adapt(net, args)
     return net.to(data.y.device, memory_format=torch.channels_last).eval()
@@ -1519,12 +1526,23 @@ class Data:
     words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
 
     def __post_init__(self):
+        self._check()
         if self.words is not None or self.x.is_floating_point():
             return
         if self.mean is None:
             self.mean, self.std = pixel_statistics(self.x)
         self.mean = torch.as_tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
         self.std = torch.as_tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+
+    def _check(self):
+        """Raise UserError where samples and labels do not go together."""
+        train = len(self.paths) if self.paths else len(self.x)
+        if (train, len(self.x_test)) != (len(self.y), len(self.y_test)):
+            raise UserError("data: there must be as many labels as samples")
+        for y in (self.y, self.y_test):
+            if y.dtype != torch.int64 or len(y) == 0 or not 0 <= y.min() <= y.max() < self.classes:
+                last = self.classes - 1
+                raise UserError(f"data: labels must be int64 from 0 to {last}, one at least")
 
     def images(self, batches, seeds=None):
         """Yield the training samples x[index] for each index of batches.
@@ -1555,8 +1573,7 @@ class Data:
         """Return images x, (batch, channels, height, width) uint8, as float32 of mean 0 and std 1.
 
         Floats stay as they are; so does text, but for the padding that no text of the batch needs:
-        it is cut off,
-        except on a GPU, which would have to wait for the length."""
+        it is cut off, except on a GPU, which would have to wait for the length."""
         if x.dtype == torch.uint8:
             return (x.float() / 255 - self.mean) / self.std
         if self.words is None or x.is_cuda:
@@ -2180,9 +2197,16 @@ def read_config(out, flag="--out "):
     try:
         config = json.loads(path.read_text())
         numbers = [config["flags"]["rounds"], config["workers"], config["threads"]]
+        if "argv" not in config:
+            raise UserError(
+                f"{flag}{out}: config.json keeps no command, as of an older version of this code; "
+                "the run can be compared, but neither resumed nor opened"
+            )
         words = [config["script"], *config["argv"]]
         if all(type(n) is int for n in numbers) and all(type(word) is str for word in words):
             return config
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{flag}{out}: config.json is damaged, or not of a run of this project")
@@ -2345,6 +2369,9 @@ class RunFolder:
         for leftover in self.out.glob("*.tmp"):  # of a write that was cut
             leftover.unlink()
         if self.args.rounds != self.config["flags"]["rounds"]:
+            # what is of the last round is of another round soon
+            shutil.rmtree(self.out / "clients", ignore_errors=True)
+            (self.out / "model.pt").unlink(missing_ok=True)
             self.config["flags"]["rounds"] = self.args.rounds
             self.config["argv"] += ["--rounds", str(self.args.rounds)]
         self.write_config()

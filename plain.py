@@ -2,7 +2,7 @@
 
 Read this first. It runs any method script, and ends with the weights of common.run() bit for bit
 (on a CPU; a test holds every method to that), which adds workers side by side, CUDA graphs, run
-folders and metrics without changing a number.
+folders and metrics without changing a number. Flags of these do nothing here.
 
     python plain.py fedprox --mu 0.1 --dataset glyphs --model cnn --clients 10 --rounds 5 \\
         --epochs 1 --lr 0.03
@@ -10,6 +10,7 @@ folders and metrics without changing a number.
 
 import copy
 import importlib
+import pathlib
 import sys
 
 import torch
@@ -82,6 +83,7 @@ def train(worker, client, server, args, local_update):
 def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=None, net=None):
     """Train a federation as common.run() does. Return the global network and (round, %, loss)s."""
     common.note_own(args, data, net)
+    torch.set_num_threads(common.Pool.plan(args)[1])  # as the engine's: sums depend on it
     data = common.load_data(args) if data is None else data
     parts = common.partition(data, args)
     net = common.prepare_net(data, args, adapt, net)
@@ -107,5 +109,16 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
     return net, rows
 
 
+def main(argv):
+    """Run the script that the first word names, on the flags that follow it."""
+    with common.one_line_errors("plain"):
+        name, script = (argv[0] if argv else "").removesuffix(".py"), None
+        if pathlib.Path(__file__).with_name(f"{name}.py").is_file():
+            script = importlib.import_module(name)
+        if not hasattr(script, "local_update"):
+            raise common.UserError("name a method's script first: plain.py fedprox --mu 0.1 ...")
+        script.main([*argv[1:], "--device", "cpu"], run=run)
+
+
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1].removesuffix(".py")).main(sys.argv[2:], run=run)
+    main(sys.argv[1:])

@@ -81,7 +81,7 @@ def local_update(worker, client, server, args):
         out = net[-1](z)
         loss = F.cross_entropy(out, y)
         if args.lam:
-            r_k = (z.float().mean(0) - mean).square().sum() + spread  # Eq. 5
+            r_k = (z.float().mean(0) - mean).square().sum() + spread  # Eq. 5, or Algorithm 2
             loss = loss + args.lam * has_others * r_k
         opt.zero_grad()
         loss.backward()

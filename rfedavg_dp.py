@@ -8,7 +8,7 @@ noise before they send them:
 B: the batch size. The paper leaves C open; no privacy budget is accounted for, there or here.
 Theirs, in code, is N(0, sigma^2 / B I), not clipped, once a round on the mean of the deltas.
 
-State and bytes: as rFedAvg+.
+State and bytes: as rFedAvg+; no bytes_delta is told apart.
 
 rFedAvg paper, Fig. 12, CIFAR-10, cross-silo, similarity 0%, sigma 5. Not measured here yet.
     python rfedavg_dp.py --dataset cifar10 --image-size 28 --normalise half --model cnn-mcmahan \\

@@ -118,17 +118,17 @@ class FinishedRun:
         Raises UserError if the run has not kept it.
         """
         path = self.path / "clients" / f"{client}.pt"
-        if path.exists():
-            return self.load_net(path)
-        if client in self.clients:
+        if client not in self.clients:
+            raise common.UserError(
+                f"{path}: client {client} was not in the last round, which had "
+                f"{', '.join(map(str, self.clients))}"
+            )
+        if not path.exists():
             raise common.UserError(
                 f"{path}: missing; the client models of the last round are kept by runs with "
                 "--save-clients"
             )
-        raise common.UserError(
-            f"{path}: client {client} was not in the last round, which had "
-            f"{', '.join(map(str, self.clients))}"
-        )
+        return self.load_net(path)
 
     def load_net(self, path):
         """Return a copy of the network with the weights of a file.
@@ -164,6 +164,8 @@ def open_run(path, device="auto", data_dir=None):
             f"{path / 'model.pt'}: missing; the run has not finished "
             f"(--out {path} --resume continues it)"
         )
+    if "own" in (config["flags"]["dataset"], config["flags"]["model"]):
+        raise common.UserError(f"{path}: its data or network came from Python, not from flags")
     words = [*config["argv"], f"--device={device}", "--precision=fp32"]
     if data_dir:
         words.append(f"--data-dir={data_dir}")

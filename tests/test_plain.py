@@ -114,3 +114,19 @@ def test_every_script_takes_run(tmp_path):
 
         SCRIPTS[name].main([*TINY, *needed(name)], run=run)
         assert seen == [(name, SCRIPTS[name].local_update)]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_threads_follow_the_engine_s(tmp_path, monkeypatch, unevaluated, workers):
+    """On two cores, one worker of two threads or two of one: sums inside operators differ."""
+    monkeypatch.setattr(common, "CORES", 2)
+    argv = "--model resnet56 --batch-size 16 --local-steps 3 --clients 2 --rounds 1".split()
+    check("fedavg", tmp_path / "run", *argv, "--workers", workers)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["nosuch"], ["common"], ["plain"]])
+def test_a_script_must_be_named(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        plain.main(words)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("plain.py: error: name a method's script first")

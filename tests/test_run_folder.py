@@ -1,5 +1,6 @@
 """The run folder: what is in it, resuming, locks, damage."""
 
+import contextlib
 import fcntl
 import os
 import random
@@ -410,3 +411,28 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
     assert "keeps the checkpoint" in err
     assert (out / "checkpoint.pt").read_bytes() == good
     assert len(rows_of(out)) == 1
+
+
+def test_files_of_the_last_round_go_when_rounds_grow(tmp_path):
+    """Client models of round 1 are not left among those of round 4, nor is its model.pt."""
+    out = tmp_path / "run"
+    words = [*TINY, "--sample", "0.5", "--local-steps", "1", "--save-clients"]
+    fedavg.main([*words, "--rounds", "1", "--out", str(out)])
+    earlier = {path.name for path in (out / "clients").iterdir()}
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "4", "--save-clients"])
+    rows = rows_of(out)
+    assert earlier == {f"{k}.pt" for k in rows[0]["clients"]}
+    assert {path.name for path in (out / "clients").iterdir()} == {
+        f"{k}.pt" for k in rows[-1]["clients"]
+    }
+    assert earlier != {path.name for path in (out / "clients").iterdir()}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, "train", raise_interrupt)
+        patch.setattr(common, "one_line_errors", lambda *_: contextlib.nullcontext())
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "5", "--save-clients"])
+    assert not (out / "model.pt").exists()
+    assert not (out / "clients").exists()
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
