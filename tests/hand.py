@@ -3,7 +3,9 @@
 import copy
 
 import numpy as np
+import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of
 from methods import SCRIPTS, needed
@@ -23,7 +25,7 @@ def cross_entropy(z, y):
 
 
 def kl(p, q):
-    return (p * np.log(p / q)).sum(1).mean()
+    return (p * (p / q).log()).sum(1).mean()
 
 
 def numpy_logits(net, x):
@@ -36,6 +38,22 @@ def two_networks(model="cnn", classes=62, **options):
     """Return a network, the same in each call."""
     torch.manual_seed(3)
     return common.build_net(model, classes, **options)
+
+
+def normed_network(blocks=2):
+    """Return a small network: blocks of convolution and batch norm, a pooling, the classifier.
+
+    Its running statistics are those of no batch, so that the two modes of batch norm differ."""
+    torch.manual_seed(5)
+    net, channels = nn.Sequential(), 3
+    for i in range(blocks):
+        conv = nn.Conv2d(channels, 16, 5 if i == 0 else 3, 4 if i == 0 else 1, 1, bias=False)
+        net.append(nn.Sequential(conv, nn.BatchNorm2d(16), nn.ReLU()))
+        nn.init.uniform_(net[i][1].running_mean, -1, 1)
+        nn.init.uniform_(net[i][1].running_var, 0.5, 2)
+        channels = 16
+    net.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    return net.append(common.Classifier(16, 62))
 
 
 def perturb(net, scale=0.05, seed=0):
@@ -103,6 +121,14 @@ def close(found, expected, **tolerance):
     found, expected = (list(t.values()) if isinstance(t, dict) else t for t in (found, expected))
     tolerance = {"rtol": 1e-6, "atol": 1e-9, **tolerance}
     return all(torch.allclose(a, b, **tolerance) for a, b in zip(found, expected, strict=True))
+
+
+def check_step(worker, step, x, y, twin, total):
+    """Check a step's loss and gradient against total, an expression in twin's parameters."""
+    expected = torch.autograd.grad(total, list(twin.parameters()))
+    loss, grads = gradients(worker, step, x, y)
+    assert loss == pytest.approx(total.item(), rel=1e-9)
+    assert close(grads, expected)
 
 
 def twins(worker, w):

@@ -5,6 +5,7 @@ import copy
 import fedgkd
 import fedntd
 import fedprox
+import fitnet
 import mixup
 import moon
 import numpy as np
@@ -17,18 +18,20 @@ from hand import (
     DOUBLE,
     batch,
     begin,
+    check_step,
     close,
     cross_entropy,
     finish,
     gradients,
     kl,
     moved_network,
+    normed_network,
     numpy_logits,
+    perturb,
     received_of,
     softmax,
     state_of,
     twins,
-    two_networks,
 )
 
 import common
@@ -185,13 +188,18 @@ def test_contrast_is_left_out_before_a_client_has_a_model(name):
 def test_mixup_step():
     worker, step, *_ = begin("mixup", ["--gamma", "0.8"])
     x, y = batch(n=5)  # a short batch: the permutation stays within it
-    beta, order = worker.row("beta").item(), worker.row("order")[:5].argsort()
-    assert 0 < beta < 1
-    assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
-    z = numpy_logits(worker.net, beta * x + (1 - beta) * x[order])
-    mine, others = cross_entropy(z, y.numpy()), cross_entropy(z, y[order].numpy())
-    assert step(x, y).item() == pytest.approx(beta * mine + (1 - beta) * others, rel=1e-9)
     assert worker.draws["beta"].shape == (40,)  # one number a batch
+    betas = worker.draws["beta"][:4]
+    orders = [row[:5].argsort().tolist() for row in worker.draws["order"][:4]]
+    assert all(0 < beta < 1 for beta in betas)
+    assert len(set(betas.tolist())) == 4
+    assert len(set(map(tuple, orders))) == 4  # each batch has its own permutation
+    for t, (b, j) in enumerate(zip(betas, orders)):
+        worker.t.fill_(t)
+        twin = copy.deepcopy(worker.net)
+        z = twin(b * x + (1 - b) * x[j])
+        total = b * F.cross_entropy(z, y) + (1 - b) * F.cross_entropy(z, y[j])
+        check_step(worker, step, x, y, twin, total)
 
 
 def test_mixup_draws_from_beta():
@@ -206,40 +214,31 @@ def test_mixup_draws_from_beta():
 
 
 def test_fedkd_step():
+    """(1 - gamma) CE + gamma KL from the global model's logits, which are those of eval mode."""
     x, y = batch()
-    worker, step, *_, w = begin("fedkd")
-    _, teacher = twins(worker, w)
-    z = numpy_logits(worker.net, x)
-    distance = kl(softmax(numpy_logits(teacher, x)), softmax(z))
-    expected = 0.8 * cross_entropy(z, y.numpy()) + 0.2 * distance
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    worker, step, *_, w = begin("fedkd", ["--gamma", "0.3"], net=normed_network())
+    mine, teacher = twins(worker, w)
+    z, t = mine(x), teacher.eval()(x).detach()
+    total = 0.7 * F.cross_entropy(z, y) + 0.3 * kl(t.softmax(1), z.softmax(1))
+    check_step(worker, step, x, y, mine, total)
 
 
 def test_fitnet_step():
-    """cnn has six blocks before the classifier, all with parameters."""
+    """Two blocks and a pooling, which goes with the second: two hints, of half the weight each."""
     x, y = batch()
-    worker, step, *_, w = begin("fitnet", ["--gamma", "0.5"])
+    worker, step, *_, w = begin("fitnet", ["--gamma", "0.5"], net=normed_network())
     mine, teacher = twins(worker, w)
-    z = numpy_logits(worker.net, x)
-    hint, h, t = 0, x, x
-    for m in range(6):
-        h, t = mine[m](h), teacher[m](t)
-        hint += ((h - t) ** 2).mean().item() / 6
-    expected = cross_entropy(z, y.numpy()) + 0.5 * hint
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    teacher.eval().requires_grad_(False)
+    first, last = mine[0](x), mine[:3](x)
+    hints = [(first - teacher[0](x)).square().mean(), (last - teacher[:3](x)).square().mean()]
+    total = F.cross_entropy(mine[3](last), y) + 0.5 * (hints[0] + hints[1]) / 2
+    check_step(worker, step, x, y, mine, total)
 
 
 def test_fitnet_compares_behind_the_pooling():
     """resnet18-gn has five features: stem, stages 1 to 3, and stage 4 after its pooling."""
-    worker, step, *_, w = begin("fitnet", net=two_networks("resnet18-gn", 10))
-    x, y = batch(2)[0][:, :, ::4, ::4], torch.tensor([1, 7])
-    mine, glob = twins(worker, w)
-    h, t, total = x, x, 0
-    for m in range(6):
-        h, t = mine[m](h), glob[m](t)
-        total += ((h - t) ** 2).mean().item() / 5 if m != 4 else 0
-    expected = F.cross_entropy(mine[6](h), y).item() + total
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    assert fitnet.hint_blocks(common.build_net("resnet18-gn", 10)) == [0, 1, 2, 3, 5]
+    assert fitnet.hint_blocks(common.build_net("cnn", 10)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_not_true_divergence_by_hand():
@@ -260,26 +259,31 @@ def test_not_true_divergence_by_hand():
 @pytest.mark.parametrize("rule, ce_weight, kl_weight", [("convex", 0.7, 0.3), ("sum", 1, 4)])
 def test_fedntd_weights(rule, ce_weight, kl_weight):
     x, y = batch()
-    worker, step, *_, w = begin("fedntd", ["--weighting-rule", rule, "--tau", "2"])
-    _, teacher = twins(worker, w)
-    z, t = numpy_logits(worker.net, x), numpy_logits(teacher, x)
-    rest = np.array([[c for c in range(62) if c != label] for label in y.tolist()])
-    p, q = (softmax(np.take_along_axis(v, rest, 1) / 2) for v in (t, z))
-    expected = ce_weight * cross_entropy(z, y.numpy()) + kl_weight * kl(p, q)
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    argv = ["--weighting-rule", rule, "--tau", "2"]
+    worker, step, *_, w = begin("fedntd", argv, net=normed_network())
+    mine, teacher = twins(worker, w)
+    z, t = mine(x), teacher.eval()(x).detach()
+    rest = torch.tensor([[c for c in range(62) if c != label] for label in y.tolist()])
+    p, q = ((v.gather(1, rest) / 2).softmax(1) for v in (t, z))
+    total = ce_weight * F.cross_entropy(z, y) + kl_weight * kl(p, q)
+    check_step(worker, step, x, y, mine, total)
 
 
 def test_fedgkd_step():
-    mean = moved_network(0.1, seed=4)
+    """gamma/2 is 0.15; the teacher's logits are those of eval mode."""
+    mean, argv = normed_network().double(), ["--gamma", "0.3"]
+    perturb(mean, 0.1, seed=4)
     x, y = batch()
-    worker, step, _, client, *_ = begin("fedgkd", server={"mean": state_of(mean)})
-    z = numpy_logits(worker.net, x)
-    ce = cross_entropy(z, y.numpy())
-    expected = ce + 0.1 * kl(softmax(numpy_logits(mean, x)), softmax(z))
-    assert step(x, y).item() == pytest.approx(expected, rel=1e-9)
+    server = {"mean": state_of(mean)}
+    worker, step, _, client, _, w = begin("fedgkd", argv, net=normed_network(), server=server)
+    mine, _ = twins(worker, w)
+    z, t = mine(x), mean.eval()(x).detach()
+    total = F.cross_entropy(z, y) + 0.15 * kl(t.softmax(1), z.softmax(1))
+    check_step(worker, step, x, y, mine, total)
     assert client.bytes_down == common.nbytes(mean.state_dict())
-    worker, step, _, client, *_ = begin("fedgkd")  # the first round has no teacher
-    assert step(x, y).item() == pytest.approx(ce, rel=1e-9)
+    worker, step, _, client, _, w = begin("fedgkd", argv, net=normed_network())
+    mine, _ = twins(worker, w)  # the first round has no teacher
+    check_step(worker, step, x, y, mine, F.cross_entropy(mine(x), y))
     assert client.bytes_down == 0
 
 

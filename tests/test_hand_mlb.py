@@ -1,11 +1,14 @@
 """FedMLB's pathways against plain computations."""
 
+import fedmlb
 import pytest
-import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from conftest import same
-from hand import batch, begin, close, gradients, state_of, twins, two_networks
+from hand import batch, begin, check_step, normed_network, state_of, twins, two_networks
 from methods import final
+
+import common
 
 
 @pytest.mark.parametrize(
@@ -19,11 +22,12 @@ from methods import final
 @pytest.mark.parametrize("direction", ["local-global", "global-local"])
 def test_fedmlb_step(flags, chosen, divisor, direction):
     """Every hybrid pathway from the input, gradients by autograd of the whole."""
-    net = two_networks("resnet18-gn", 10)
+    net = normed_network(blocks=5)
     weights = ["--lambda1", "0.7", "--lambda2", "0.4", "--tau", "2", "--direction", direction]
     worker, step, *_, w = begin("fedmlb", [*weights, *flags.split()], net=net)
-    x, y = batch(3)[0][:, :, ::4, ::4], torch.tensor([1, 7, 3])
+    x, y = batch()
     twin, glob = twins(worker, w)
+    glob.eval().requires_grad_(False)
     before = state_of(worker.nets["glob"])
     q = twin(x)
     total = F.cross_entropy(q, y)
@@ -35,12 +39,16 @@ def test_fedmlb_step(flags, chosen, divisor, direction):
         soft, log_soft = F.softmax(h / 2, 1), F.log_softmax(q / 2, 1)
         distance = (soft * (soft.log() - log_soft)).sum(1).mean()
         total = total + (0.7 * F.cross_entropy(h, y) + 0.4 * distance) / divisor
-    expected = torch.autograd.grad(total, list(twin.parameters()))
-    loss, grads = gradients(worker, step, x, y)
-    assert loss == pytest.approx(total.item(), rel=1e-9)
-    assert close(grads, expected)
+    check_step(worker, step, x, y, twin, total)
     assert same(before, state_of(worker.nets["glob"]))
     assert same(before, w)
+
+
+def test_fedmlb_cuts_behind_blocks_with_parameters():
+    """Not behind a pooling, nor behind a head."""
+    assert fedmlb.pathway_cuts(common.build_net("resnet18-gn", 10)) == [1, 2, 3, 4, 5]
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), common.Head(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert fedmlb.pathway_cuts(net) == [1]
 
 
 def test_fedmlb_updates_batch_norm_once():
