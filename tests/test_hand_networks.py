@@ -16,6 +16,7 @@ from hand import (
     DOUBLE,
     batch,
     begin,
+    check_step,
     close,
     finish,
     gradients,
@@ -156,6 +157,32 @@ def test_stochastic_block():
     assert torch.allclose(block(x), F.relu(0.7 * block.branch(x) + block.shortcut(x)))
 
 
+def residual(branch):
+    return common.Residual(branch, nn.Identity())
+
+
+def test_stochdepth_step():
+    """Each of three blocks by its own number of the step's row, and the row by the step."""
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
+    stages = nn.Sequential(*map(residual, convs[:2])), nn.Sequential(residual(convs[2]))
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = nn.Sequential(nn.Conv2d(3, 4, 5, 4), *stages, pool, common.Classifier(4, 62))
+    stochdepth.adapt(net, common.argparse.Namespace(keep=0.4, rule="paper", model="test"))
+    worker, step, *_ = begin("stochdepth", net=net)
+    rows = [[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1]]
+    worker.draws["kept"][:4] = torch.tensor(rows)
+    x, y = batch()
+    for t, kept in enumerate(rows):
+        worker.t.fill_(t)
+        twin = copy.deepcopy(worker.net)
+        h, blocks = twin[0](x), [*twin[1], *twin[2]]
+        for b, block in zip(kept, blocks):
+            h = (b * block.branch(h) + h).relu()
+        total = F.cross_entropy(twin[4](h.mean((2, 3))), y)
+        check_step(worker, step, x, y, twin, total)
+
+
 def test_stochdepth_draws_each_block_at_its_rate():
     """A thousand steps' rows: within 4 standard errors."""
     net = common.build_net("resnet56", 62)
@@ -173,6 +200,8 @@ def test_stochdepth_draws_each_block_at_its_rate():
     next(stochdepth.local_update(worker, None, {}, worker.args))
     rates = stochdepth.keep_probabilities(18, 0.5)
     assert np.abs(drawn["kept"].mean(0) - rates).max() < 0.06
+    covariance = np.cov(drawn["kept"].T)  # of two blocks 0, with a standard error of at most 0.008
+    assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 0.032
     assert set(np.unique(drawn["kept"])) == {0.0, 1.0}
     with pytest.raises(common.UserError, match="residual"):
         stochdepth.adapt(common.build_net("cnn", 62), args)
@@ -193,28 +222,67 @@ def test_gradaug_shapes():
     many = gradaug.draw_shapes(rng, 400, args, channels, [32, 28, 24, 20])
     assert {r for s in many for _, r in s} == {32, 28, 24, 20}
     assert len({s[0][0] for s in many}) > 5
+    assert len({tuple(r for _, r in s) for s in many}) == 16  # each sub-network has its own
     args.widths = "paper"
     many = gradaug.draw_shapes(rng, 400, args, channels, [32])
     assert len({s[1][0] for s in many}) > 5
 
 
-def test_gradaug_step():
-    """CE + mu (KL_1 + KL_2), students by at_width on resized images, the teacher constant."""
-    worker, step, *_ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"])
-    worker.shape = ((0.9, 24), (0.5, 20))
+def sliced(net, x, c, flatten):
+    """Return the logits of the sub-network of test_gradaug_step() on x, by slices of its weights.
+
+    c: the channels that it keeps of each layer's 32."""
+    (conv1, norm, _), (conv2, group, _), (*_, linear, _), classifier = net
+    h = F.conv2d(x, conv1.weight[:c], None, stride=4)
+    mean, var = h.mean((0, 2, 3), keepdim=True), h.var((0, 2, 3), keepdim=True, correction=0)
+    h = (h - mean) / (var + 1e-5).sqrt()
+    h = (h * norm.weight[:c, None, None] + norm.bias[:c, None, None]).relu()
+    h = F.conv2d(h, conv2.weight[:c, :c], conv2.bias[:c], padding=1)
+    halves = h.unflatten(1, (2, c // 2))
+    mean = halves.mean((2, 3, 4), keepdim=True)
+    var = halves.var((2, 3, 4), keepdim=True, correction=0)
+    h = ((halves - mean) / (var + 1e-5).sqrt()).flatten(1, 2)
+    h = (h * group.weight[:c, None, None] + group.bias[:c, None, None]).relu()
+    if flatten:  # a linear layer behind maps of 2 x 2: four inputs of each channel
+        h = F.max_pool2d(h, 3).flatten(1)
+        h = F.linear(h, linear.weight[:c, : 4 * c], linear.bias[:c]).relu()
+    else:
+        h = F.linear(h.mean((2, 3)), linear.weight[:c, :c], linear.bias[:c]).relu()
+    return F.linear(h, classifier.weight[:, :c], classifier.bias)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_gradaug_step(flatten):
+    """CE + mu (KL_1 + KL_2), students by hand on resized images, the teacher constant.
+
+    A layer of each kind. The students keep 24 and 16 of 32 channels; their images stay small, but
+    for a network that flattens its maps."""
+    torch.manual_seed(0)
+    pool, inputs = ([nn.MaxPool2d(3)], 128) if flatten else ([nn.AdaptiveAvgPool2d(1)], 32)
+    norms = [nn.BatchNorm2d(32), nn.GroupNorm(2, 32)]
+    for p in [p for norm in norms for p in norm.parameters()]:
+        nn.init.uniform_(p, 0.2, 1)
+    net = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 32, 5, 4, bias=False), norms[0], nn.ReLU()),
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), norms[1], nn.ReLU()),
+        nn.Sequential(*pool, nn.Flatten(), nn.Linear(inputs, 32), nn.ReLU()),
+        common.Classifier(32, 62),
+    )
+    worker, step, *_ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"], net=net)
+    worker.shape = ((0.75, 24), (0.5, 20))
     x, y = batch()
-    twin = copy.deepcopy(worker.net)
-    out = twin(x)
-    teacher, total = out.detach().softmax(1), F.cross_entropy(out, y)
+    twin, constant = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
+    out, teacher = twin(x), constant(x).detach().softmax(1)
+    total = F.cross_entropy(out, y)
     options = {"mode": "bilinear", "align_corners": True}
-    for width, size in worker.shape:
-        small = F.interpolate(F.interpolate(x, (size, size), **options), (32, 32), **options)
-        student = common.at_width(twin, small, width).log_softmax(1)
-        total = total + 0.4 * (teacher * (teacher.log() - student)).sum(1).mean()
-    expected = torch.autograd.grad(total, list(twin.parameters()))
-    loss, grads = gradients(worker, step, x, y)
-    assert loss == pytest.approx(total.item(), rel=1e-9)
-    assert close(grads, expected)
+    for channels, size in ((24, 24), (16, 20)):
+        small = F.interpolate(x, (size, size), **options)
+        small = F.interpolate(small, (32, 32), **options) if flatten else small
+        student = sliced(twin, small, channels, flatten).softmax(1)
+        total = total + 0.4 * (teacher * (teacher / student).log()).sum(1).mean()
+    check_step(worker, step, x, y, twin, total)
+    statistics, expected = state_of(worker.net), state_of(twin)  # of the full network alone
+    assert all(torch.equal(statistics[k], expected[k]) for k in expected if "running" in k)
 
 
 def test_gradaug_defaults_and_same_channels():

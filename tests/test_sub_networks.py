@@ -62,10 +62,20 @@ def test_make_divisible():
     """Multiples of 8, halves up, at least 90% of the exact width.
 
     0.25 * 256 = 64; 0.8 * 16 = 12.8 -> 16; 0.6 * 40 = 24; 0.8 * 64 = 51.2 -> 48 (93.75%); 0.7 * 16
-    = 11.2 -> 8 would be 71%, so 16; never under 8 or above all channels."""
-    cases = [(256, 0.25), (16, 0.8), (40, 0.6), (64, 0.8), (16, 0.7), (16, 0.1), (3, 0.25)]
+    = 11.2 -> 8 would be 71%, so 16; 0.73 * 128 = 93.44 -> 96, though 88 would be 94%; never under 8
+    or above all channels."""
+    cases = [
+        (256, 0.25),
+        (16, 0.8),
+        (40, 0.6),
+        (64, 0.8),
+        (16, 0.7),
+        (128, 0.73),
+        (16, 0.1),
+        (3, 0.25),
+    ]
     found = [common.make_divisible(channels, width) for channels, width in cases]
-    assert found == [64, 16, 24, 48, 16, 8, 3]
+    assert found == [64, 16, 24, 48, 16, 96, 8, 3]
 
 
 @pytest.mark.parametrize("name", ["resnet56", "resnet18-gn", "cnn"])
