@@ -68,12 +68,23 @@ def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
 
 def test_defaults_are_the_papers():
     seen = {name: args_of(SCRIPTS[name], *needed(name)) for name in METHODS}
-    assert (seen["fedalign"].mu, seen["fedalign"].width, seen["fedalign"].clip) == (0.45, 0.25, 10)
+    align, depth, aug = (seen[name] for name in ("fedalign", "stochdepth", "gradaug"))
+    assert (align.mu, align.width, align.clip) == (0.45, 0.25, 10)
+    assert (align.lip_scale, align.lip_input) == ("ce", "slim")
+    assert (depth.rule, aug.widths, aug.subnets) == ("paper", "code", 2)
     moon = seen["moon"]
     assert (moon.mu, moon.temperature, moon.projection) == (1, 0.5, 256)
     assert (seen["stochdepth"].keep, seen["mixup"].gamma, seen["fedprox"].mu) == (0.9, 0.1, 1e-4)
     assert (seen["fedcka"].mu, seen["fedcka"].layers, seen["gradaug"].min_width) == (3, 2, 0.8)
     assert (seen["fedmlb"].lambda1, seen["fedmlb"].lambda2) == (1, 1)
+    assert (seen["fedmlb"].direction, seen["fedmlb"].divisor) == ("local-global", "selected")
+    assert (seen["fedmlb"].tau, seen["fedntd"].tau, seen["fedntd"].weighting_rule) == (
+        1,
+        1,
+        "convex",
+    )
+    assert (seen["fedcka"].similarity_metric, seen["scaffold"].option) == ("linear-cka", 2)
+    assert (seen["qfedavg"].h, seen["qfedavg"].lipschitz) == ("paper", 1)
     assert (seen["fedgkd"].gamma, seen["fedgkd"].buffer) == (0.2, 5)
     assert (seen["feddyn"].dyn_alpha, seen["feddyn"].weighting) == (0.1, "uniform")
     assert (seen["qfedavg"].q, seen["fedkd"].gamma, seen["fitnet"].gamma) == (1, 0.2, 1)
