@@ -1,5 +1,7 @@
 """rFedAvg, its noisy variant and its authors' reading, by hand."""
 
+import functools
+
 import numpy as np
 import pytest
 import qfedavg
@@ -8,9 +10,10 @@ import rfedavg_code
 import rfedavg_dp
 import scaffold
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags, parts_of, same
-from hand import batch, begin, finish, gradients, state_of, twins
+from hand import batch, begin, finish, gradients, normed_network, state_of, twins
 from methods import final
 
 import common
@@ -22,20 +25,21 @@ import common
         ("rfedavg", "--variant rfedavg", [1, 4, 7]),
         ("rfedavg", "--variant rfedavg+", [1, 4, 7]),
         ("rfedavg_dp", "", [1, 4, 7]),
-        ("rfedavg_code", "--variant rfedavg", [1]),
-        ("rfedavg_code", "--variant rfedavg+", [0, 1]),
+        ("rfedavg_code", "--variant rfedavg", [1, 4]),
+        ("rfedavg_code", "--variant rfedavg+", [0, 1, 4]),
     ],
 )
 def test_rfedavg_step(name, argv, chosen):
     """rfedavg: CE + lam mean_j |phi - delta_j|^2; rfedavg+: CE + lam |phi - mean_j delta_j|^2.
 
-    Of clients 0, 1, 4 and 7 there are deltas; 0 trains, 0 and 1 are sampled. The code's reading
-    takes those of sampled clients alone, in rfedavg+ the own one too."""
+    Of clients 0, 1, 4 and 7 there are deltas; 0 trains, 0, 1, 3 and 4 are sampled. The reading of
+    the code takes those of sampled clients alone, in rfedavg+ the own one too."""
     g = torch.Generator().manual_seed(0)
     deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
     x, y = batch()
     argv = [*argv.split(), "--lam", "0.3", "--clients", "10"]
-    worker, step, _, client, args, w = begin(name, argv, server={"deltas": deltas})
+    server = {"deltas": deltas, "clients": [0, 1, 3, 4]}
+    worker, step, _, client, args, w = begin(name, argv, server=server)
     twin, _ = twins(worker, w)
     phi = twin[:-1](x)
     others, mean = torch.stack([deltas[j] for j in chosen]), phi.mean(0)
@@ -83,6 +87,14 @@ def test_rfedavg_deltas(tmp_path, variant, sample, down):
     assert torch.allclose(deltas[k], mean, atol=1e-4)
 
 
+@pytest.mark.parametrize("module", [rfedavg, rfedavg_dp])
+def test_mean_feature_counts_samples_of_unequal_batches(module):
+    """Features 1 and 2, then 6: their mean is 3, and not that of 1.5 and 6."""
+    net = nn.Sequential(nn.Identity(), common.Classifier(1, 2))
+    batches = [(torch.tensor([[1.0], [2.0]]), None), (torch.tensor([[6.0]]), None)]
+    assert module.mean_feature(net, batches).tolist() == [3]
+
+
 def test_rfedavg_noise():
     """Clipped to norm C; the noise has standard deviation sigma C / B, B = 32."""
     argv = [*TINY, "--noise", "2", "--noise-clip", "0.01"]
@@ -105,24 +117,46 @@ def test_rfedavg_without_noise_or_clipping_is_rfedavg_plus(tmp_path):
 
 
 @pytest.mark.parametrize("variant, mean", [("rfedavg", 1.0), ("rfedavg+", 0.5)])
-def test_rfedavg_by_the_authors_code(tmp_path, variant, mean):
-    """delta is of one random batch; only clients of this round count, in rfedavg+ the own too.
+def test_rfedavg_by_the_authors_code(variant, mean):
+    """Only clients of this round count, in rfedavg+ the own too.
 
     Of clients 0 and 1 this is client 0; delta_j is j everywhere."""
     deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
     argv = ["--variant", variant]
-    worker, _, generator, client, args, _ = begin("rfedavg_code", argv, server={"deltas": deltas})
+    worker, _, generator, client, *_ = begin("rfedavg_code", argv, server={"deltas": deltas})
     assert worker.pins["mean"].mean().item() == mean
     assert worker.pins["mean"].std() == 0
     finish(generator)
     assert ("delta" in client.records) == (variant == "rfedavg")
-    other = common.Client(0, np.arange(64), {})
-    delta = rfedavg_code.mean_feature(worker, other, {"round": 1}, args)
-    order = common.keyed("delta", args.seed, 1, 0).permutation(64)
-    first = common.Client(0, order[:32], {})
-    assert torch.equal(delta, rfedavg.mean_feature(worker.net, worker.batches(first)))
-    assert not torch.allclose(delta, rfedavg.mean_feature(worker.net, worker.batches(other)))
-    final("rfedavg_code", tmp_path / "run", *argv, "--sample", "0.5")
+
+
+def feature_by_hand(weights, pixels, data):
+    """Return the mean feature of normed_network() with these weights, in eval mode."""
+    h = (pixels.float() / 255 - data.mean) / data.std
+    for i, stride in enumerate((4, 1)):
+        p = {k: v[:, None, None] for k, v in weights.items() if v.ndim == 1}
+        h = F.conv2d(h, weights[f"{i}.0.weight"], stride=stride, padding=1)
+        h = (h - p[f"{i}.1.running_mean"]) / (p[f"{i}.1.running_var"] + 1e-5).sqrt()
+        h = (h * p[f"{i}.1.weight"] + p[f"{i}.1.bias"]).relu()
+    return h.mean((0, 2, 3))
+
+
+@pytest.mark.parametrize("variant", ["rfedavg", "rfedavg+"])
+def test_deltas_of_the_authors_code(tmp_path, variant):
+    """Of one random batch of the client: by its local network, or by the new global one."""
+    data, out = common.glyphs(), tmp_path / "run"
+    argv = [*TINY, "--variant", variant, "--partition", "iid", "--sample", "0.5"]
+    run = functools.partial(common.run, data=data, net=normed_network())
+    net, rows = rfedavg_code.main([*argv, "--save-clients", "--out", str(out)], run=run)
+    deltas = common.load(out / "checkpoint.pt")["server"]["deltas"]
+    parts = parts_of(flags("--partition", "iid"))
+    for k in rows[-1]["clients"]:
+        rng = np.random.default_rng([*b"delta", 0, 2, k])  # of seed, round and client
+        chosen = rng.permutation(parts[k])[:32]
+        weights = net.state_dict()
+        if variant == "rfedavg":
+            weights = common.load(out / "clients" / f"{k}.pt")
+        assert torch.allclose(deltas[k], feature_by_hand(weights, data.x[chosen], data), atol=1e-5)
 
 
 @pytest.mark.parametrize("variant, down", [("rfedavg", 3), ("rfedavg+", 1)])

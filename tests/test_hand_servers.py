@@ -27,6 +27,9 @@ from methods import final, plain_final
 import common
 
 
+LATER = "--lr 0.2 --lr-decay 0.5"  # 0.1 in round 2
+
+
 def one_weight():
     return nn.Linear(1, 1, bias=False).double()
 
@@ -114,8 +117,8 @@ def test_qfedavg_by_hand(argv, total, h):
 
 
 def test_qfedavg_weighs_by_the_loss_of_the_global_model():
-    """q 1, L = 10: D = 10 F (w - w_k), h = |10 (w - w_k)|^2 + 10 F, F that of w."""
-    worker, step, generator, client, _, w = begin("qfedavg")
+    """q 1, L = 10 in round 2: D = 10 F (w - w_k), h = |10 (w - w_k)|^2 + 10 F, F that of w."""
+    worker, step, generator, client, _, w = begin("qfedavg", LATER.split())
     _, net = twins(worker, w)
     x, y = worker.data.normalise(worker.data.x[:8]).double(), worker.data.y[:8]
     loss = cross_entropy(numpy_logits(net, x), y.numpy())
@@ -223,9 +226,6 @@ def test_scaffold_effective_steps(m, nesterov):
         p.grad = torch.ones((), **DOUBLE)
         opt.step()
     assert scaffold.effective_steps(7, m, nesterov) == pytest.approx(-p.item())
-
-
-LATER = "--lr 0.2 --lr-decay 0.5"
 
 
 @pytest.mark.parametrize(
