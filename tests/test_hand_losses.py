@@ -117,7 +117,7 @@ def test_moon_step():
     assert not same(client.state["net"], w)
 
 
-def normed_network(seed):
+def linear_network(seed):
     """Return a network with batch norm in float64, whose running statistics are of no batch."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), common.Classifier(4, 3)).double()
@@ -130,7 +130,7 @@ def normed_network(seed):
 
 
 def normed_feature(x, weights, mode):
-    """Return the feature of normed_network() at weights, a state_dict, written out."""
+    """Return the feature of linear_network() at weights, a state_dict, written out."""
     h = x @ weights["0.weight"].T + weights["0.bias"]
     if mode == "train":
         mean, variance = h.sum(0) / len(h), (h - h.sum(0) / len(h)).square().sum(0) / len(h)
@@ -144,9 +144,9 @@ def test_moon_frozen_networks(mode):
     """train: batch norm of the frozen networks takes the statistics of each batch.
 
     Their running ones, which it moves, count in no later step and in no later client's round."""
-    prev, argv = normed_network(9), ["--mu", "0.5", "--frozen-mode", mode]  # 0.5: exact in fp32
+    prev, argv = linear_network(9), ["--mu", "0.5", "--frozen-mode", mode]  # 0.5: exact in fp32
     state = {"net": state_of(prev)}
-    worker, step, *_, w = begin("moon", argv, net=normed_network(3), state=state)
+    worker, step, *_, w = begin("moon", argv, net=linear_network(3), state=state)
     g = torch.Generator().manual_seed(0)
     for _ in range(2):
         x, y = torch.randn(6, 5, generator=g, **DOUBLE), torch.randint(0, 3, (6,), generator=g)
