@@ -131,30 +131,57 @@ def test_stochdepth_probabilities():
 
 
 def test_stochastic_block():
-    """Kept: relu(F + I), statistics move; skipped: relu(I), they stand still, gradients are zero.
-
-    In eval mode: relu(keep F + I)."""
+    """Kept: relu(F + I); skipped: relu(I), gradients are zero. In eval mode: relu(keep F + I)."""
     torch.manual_seed(0)
     plain = common.build_net("resnet56", 10)[2][0].double()
     block = stochdepth.StochasticResidual(plain, 0.7)
     x = torch.randn(4, 64, 8, 8, **DOUBLE)
     block.train()
-    norms = [m for m in block.branch if isinstance(m, nn.BatchNorm2d)]
     block.mask.zero_()
     out = block(x)
     out.sum().backward()
     with torch.no_grad():
         assert torch.equal(out, F.relu(copy.deepcopy(plain.shortcut)(x)))
-    assert all(n.num_batches_tracked == 0 and n.running_mean.abs().max() == 0 for n in norms)
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in block.branch.parameters())
     assert plain.shortcut[1].num_batches_tracked == 1
     block.mask.fill_(1)
     expected = copy.deepcopy(plain).train()
     assert torch.allclose(block(x), expected(x))
-    assert all(n.num_batches_tracked == 1 for n in norms)
-    assert torch.allclose(norms[0].running_mean, expected.branch[1].running_mean)
     block.eval()
     assert torch.allclose(block(x), F.relu(0.7 * block.branch(x) + block.shortcut(x)))
+
+
+def test_a_skipped_block_keeps_its_statistics():
+    """After a step a skipped branch's statistics are those of before, bit for bit.
+
+    A kept one's are r + 0.1 (batch - r), as in a network whose blocks are all plain."""
+    torch.manual_seed(0)
+    net = common.build_net("resnet56", 62)
+    plain = copy.deepcopy(net).double().train()
+    stochdepth.adapt(net, common.argparse.Namespace(keep=0.5, rule="paper", model="resnet56"))
+    worker, step, *_ = begin("stochdepth", net=net)
+    blocks = [m for m in worker.net.modules() if isinstance(m, stochdepth.StochasticResidual)]
+    kept = torch.ones(len(blocks))
+    kept[[1, 4]] = 0
+    worker.draws["kept"][0] = kept
+    worker.t.zero_()
+    before = [copy.deepcopy(block.branch.state_dict()) for block in blocks]
+    weights = {k: v.clone() for k, v in worker.net.state_dict().items()}
+    x, y = batch()
+    step(x, y)
+    plain.load_state_dict({k: v for k, v in weights.items() if not k.endswith("mask")})
+    h = plain[0](x)
+    expected = [block for stage in plain[1:4] for block in stage]
+    for i, block in enumerate(expected):
+        h = (kept[i].double() * block.branch(h) + block.shortcut(h)).relu()
+    for i, (block, twin) in enumerate(zip(blocks, expected)):
+        after = block.branch.state_dict()
+        for name in [name for name in after if "running" in name]:
+            if kept[i]:
+                assert torch.allclose(after[name], twin.branch.state_dict()[name], rtol=1e-10)
+                assert not torch.equal(after[name], before[i][name])
+            else:
+                assert torch.equal(after[name], before[i][name])
 
 
 def residual(branch):
