@@ -35,13 +35,14 @@ def test_partition_covers_every_sample_once_and_follows_the_seed(kind):
 def test_dirichlet_balancing_rule():
     """At alpha -> 0 a class goes to one client.
 
-    With two equal classes and two clients whoever gets the first class then holds n / 2 and may
-    have nothing more, so the second goes to the other. Without the rule half of all seeds fail."""
-    labels = np.repeat([0, 1], 50)
+    With four equal classes and two clients whoever gets the second of his classes then holds n / 2
+    and may have nothing more, so both end with two. Without the rule more than half of all seeds
+    give one of them three."""
+    labels = np.repeat([0, 1, 2, 3], 25)
     for seed in range(8):
         a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)
-        assert {labels[a].min(), labels[b].min()} == {0, 1}
-        assert len(set(labels[a])) == len(set(labels[b])) == 1
+        assert len(a) == len(b) == 50
+        assert len(set(labels[a])) == len(set(labels[b])) == 2
 
 
 def test_dirichlet_skew_and_minimum():
