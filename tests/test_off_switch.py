@@ -74,6 +74,7 @@ def test_defaults_are_the_papers():
     assert (depth.rule, aug.widths, aug.subnets) == ("paper", "code", 2)
     moon = seen["moon"]
     assert (moon.mu, moon.temperature, moon.projection) == (1, 0.5, 256)
+    assert moon.frozen_mode == "eval"
     assert (seen["stochdepth"].keep, seen["mixup"].gamma, seen["fedprox"].mu) == (0.9, 0.1, 1e-4)
     assert (seen["fedcka"].mu, seen["fedcka"].layers, seen["gradaug"].min_width) == (3, 2, 0.8)
     assert (seen["fedmlb"].lambda1, seen["fedmlb"].lambda2) == (1, 1)
