@@ -2000,9 +2000,7 @@ def integers(low, high=None):
 def augmentation(text):
     """An argparse type: what --augment takes."""
     for name in [] if text in ("none", "auto") else text.split(","):
-        if name not in ("crop", "flip") and not re.fullmatch(
-            r"rotate([1-9]\d?|1[0-7]\d|180)", name
-        ):
+        if not re.fullmatch(r"crop|flip|rotate([1-9]\d?|1[0-7]\d|180)", name):
             raise argparse.ArgumentTypeError(
                 "takes auto, none, or a list of crop, flip and rotateDEGREES, such as "
                 f"rotate10,crop,flip, not {text!r}"
@@ -2156,9 +2154,8 @@ def write_atomically(path, content):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        parent = os.open(
-            path.parent, os.O_RDONLY
-        )  # the new name has to outlive a power failure too
+        # the new name has to outlive a power failure too
+        parent = os.open(path.parent, os.O_RDONLY)
         os.fsync(parent)
         os.close(parent)
     except BaseException:
@@ -2241,10 +2238,8 @@ class RunFolder:
         self.args, self.out, self.script = args, pathlib.Path(args.out), args.script
         self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
         self.rows = []  # of metrics.jsonl
-        self.changed, self.versions = (
-            set(),
-            {},
-        )  # clients whose state is not saved; rounds of states
+        self.changed = set()  # clients whose state is not saved
+        self.versions = {}  # {client: round of its saved state}
         self.clock = None  # when the last round was evaluated, or the first one began
         self.lock = None
 

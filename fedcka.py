@@ -40,10 +40,8 @@ def linear_cka(a, b):
 
     ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
     matrices, so that the width of the layer does not matter."""
-    a, b = (
-        a - a.mean(0),
-        b - b.mean(0),
-    )  # before the product: a large mean would cancel badly after it
+    # before the product: a large mean would cancel badly after it
+    a, b = a - a.mean(0), b - b.mean(0)
     return cka(a @ a.T, b @ b.T)
 
 

@@ -16,7 +16,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "stochdepth": 50,
     "gradaug": 47,
     "fedalign": 44,
-    "fedcka": 48,
+    "fedcka": 45,
     "scaffold": 50,
     "fedmlb": 50,
     "fedkd": 6,
