@@ -31,6 +31,15 @@ def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
     return layers
 
 
+class PoolLarger(nn.AdaptiveAvgPool2d):
+    """Adaptive pooling where there is something to pool.
+
+    Its backward pass is not deterministic on a GPU, and --deterministic refuses it."""
+
+    def forward(self, x):
+        return x if x.shape[2:] == (self.output_size,) * 2 else super().forward(x)
+
+
 def vgg9(channels, size):
     """VGG-9 with GroupNorm."""
     widths = (channels, 32, 64, 128, 128, 256, 256)
@@ -43,8 +52,7 @@ def vgg9(channels, size):
         blocks.append((f"conv{i}", nn.Sequential(*layers)))
     head = Head(
         nn.MaxPool2d(2),
-        # where there is nothing to pool: its backward pass is not deterministic on a GPU
-        nn.Identity() if size // 8 == 4 else nn.AdaptiveAvgPool2d(4),
+        PoolLarger(4),
         nn.Flatten(),
         nn.Linear(4096, 512),
         nn.ReLU(),

@@ -58,16 +58,6 @@ def test_leaf_shards_of_tweets_need_the_readers(tmp_path):
     one_line(run(tmp_path, "fedavg.py", *argv), "extras/readers.py", "sent140")
 
 
-def test_common_and_a_script_are_enough(tmp_path):
-    """On glyphs, with a network of the main tables; extras are not even looked for."""
-    copy(tmp_path, "common.py", "fedavg.py")
-    assert run(tmp_path, "-c", "import common").returncode == 0
-    argv = "--dataset glyphs --model cnn --clients 40 --sample 0.05 --rounds 1 --epochs 1"
-    result = run(tmp_path, "fedavg.py", *argv.split(), "--device", "cpu", "--out", "run")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "run" / "model.pt").exists()
-
-
 def test_importing_common_loads_no_extras():
     code = "import sys, common; print([m for m in sys.modules if m.startswith('extras')])"
     assert run(ROOT, "-c", code).stdout == "[]\n"

@@ -128,13 +128,11 @@ def test_settings_of_cuda(monkeypatch):
 
 def test_vgg9_pools_only_what_is_larger():
     """At 32x32 its last maps are 4x4 already; the pooling there has no deterministic backward."""
-
-    def pools(size):
-        head = dict(backbones.vgg9(3, size)[0])["head"]
-        return any(isinstance(m, torch.nn.AdaptiveAvgPool2d) for m in head)
-
-    assert not pools(32)
-    assert pools(64)
+    head = dict(backbones.vgg9(3, 32)[0])["head"]
+    pool = next(m for m in head if isinstance(m, torch.nn.AdaptiveAvgPool2d))
+    small, large = torch.randn(2, 5, 4, 4), torch.randn(2, 5, 8, 8)
+    assert pool(small) is small
+    assert torch.equal(pool(large), torch.nn.functional.adaptive_avg_pool2d(large, 4))
 
 
 def test_lstm_stays_out_of_autocast():
