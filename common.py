@@ -63,10 +63,12 @@ import queue
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -2175,9 +2177,23 @@ def save(tree, path):
 
 
 def load(path, what="checkpoint"):
-    """Return what save() wrote to path. UserError, which calls the file what, for anything else."""
+    """Return what save() wrote to path. UserError, which calls the file what, for anything else.
+
+    The checksums (CRC-32) of all that lies in the file are verified."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise UserError(f"{path}: not a file, where a {what} should be")
+        with open(path, "rb") as f:
+            archive = zipfile.ZipFile(f)
+            damaged = archive.testzip()  # torch looks at no checksum
+            if damaged:
+                raise ValueError(f"the checksum of {damaged} is not that of what it holds")
+            if any(record.external_attr for record in archive.infolist()):
+                raise ValueError("a record is marked as a folder, which torch would not read")
+            f.seek(0)
+            return torch.load(f, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such {what}") from None
     except Exception as e:  # torch raises many kinds for a damaged file
