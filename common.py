@@ -51,6 +51,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import hashlib
 import importlib
 import io
 import itertools
@@ -69,6 +70,7 @@ import sys
 import threading
 import time
 import zipfile
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -234,7 +236,7 @@ def train(fed, method):
             keep_round(fed, row)
             bar.set_postfix_str(row_line(row, args))
             say(row_line(row, args))
-    save(fed.net.state_dict(), folder.out / "model.pt")
+    save(fed.net.state_dict(), folder.out / "model.pt", folder.stamp(args.rounds))
     summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
     say(summary_line.format(**folder.rows[-1]))
     return fed.net, folder.rows
@@ -300,7 +302,8 @@ def keep_client(fed, upload):
         folder.changed.add(client.id)
     if fed.args.save_clients and fed.server["round"] == fed.args.rounds:
         (folder.out / "clients").mkdir(exist_ok=True)
-        save(upload.weights, folder.out / "clients" / f"{client.id}.pt")
+        stamp = folder.stamp(fed.server["round"], client=client.id)
+        save(upload.weights, folder.out / "clients" / f"{client.id}.pt", stamp)
 
 
 def check_finite(net, received, args, t):
@@ -367,11 +370,17 @@ def accuracies(rows):
     return [row["test_acc"] for row in rows if row["test_acc"] is not None]
 
 
+def best_round(rows):
+    """Return the round of the best test accuracy, the first of equal ones; None without one."""
+    evaluated = [row for row in rows if row["test_acc"] is not None]
+    return max(evaluated, key=lambda row: row["test_acc"])["round"] if evaluated else None
+
+
 def keep_round(fed, row):
     """Write down the round: the best model so far, the row and, where it is due, a checkpoint."""
     args, folder, t = fed.args, fed.folder, row["round"]
     if row["test_acc"] is not None and row["test_acc"] > max(accuracies(folder.rows), default=-1):
-        save(fed.net.state_dict(), folder.out / "best.pt")
+        save(fed.net.state_dict(), folder.out / "best.pt", folder.stamp(t))
     folder.settle(fed)
     folder.append(row)
     if t == args.rounds or t % args.checkpoint_every == 0:
@@ -2165,12 +2174,23 @@ def write_atomically(path, content):
         raise
 
 
-def save(tree, path):
-    """Write a nest of tensors and plain values as torch.save does, atomically.
+def layout(tree):
+    """Return a checksum of the shapes, the dtypes and the plain values of a nest of tensors."""
+    shapes = tree_map(lambda t: f"{t.dtype} {list(t.shape)}", tree)
+    return zlib.crc32(repr(shapes).encode())
 
-    Strides are kept, since sums depend on them."""
+
+def save(tree, path, stamp=None):
+    """Write a dict of tensors, plain values and nests of both as torch.save does, atomically.
+
+    Strides are kept, since sums depend on them. stamp: a dict of what the tree is of, such as its
+    round, which the loaded one has as its attribute stamp."""
+    tree = tree_map(lambda t: t.detach().cpu(), tree)
+    if stamp:
+        tree = OrderedDict(tree)
+        tree.stamp = {**stamp, "layout": layout(tree)}
     buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
-    torch.save(tree_map(lambda t: t.detach().cpu(), tree), buffer)
+    torch.save(tree, buffer)
     # released at once: where an error's traceback keeps it, some Pythons crash at the exit
     with buffer.getbuffer() as content:
         write_atomically(path, content)
@@ -2179,7 +2199,8 @@ def save(tree, path):
 def load(path, what="checkpoint"):
     """Return what save() wrote to path. UserError, which calls the file what, for anything else.
 
-    The checksums (CRC-32) of all that lies in the file are verified."""
+    The checksums (CRC-32) of all that lies in the file are verified, and with a stamp the shapes
+    and dtypes."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise UserError(f"{path}: not a file, where a {what} should be")
@@ -2191,7 +2212,10 @@ def load(path, what="checkpoint"):
             if any(record.external_attr for record in archive.infolist()):
                 raise ValueError("a record is marked as a folder, which torch would not read")
             f.seek(0)
-            return torch.load(f, map_location="cpu", weights_only=True)
+            tree = torch.load(f, map_location="cpu", weights_only=True)
+        if hasattr(tree, "stamp") and tree.stamp["layout"] != layout(tree):
+            raise ValueError("not the shapes and types that were saved")
+        return tree
     except UserError:
         raise
     except FileNotFoundError:
@@ -2199,6 +2223,16 @@ def load(path, what="checkpoint"):
     except Exception as e:  # torch raises many kinds for a damaged file
         why = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(f"{path}: not a readable {what} ({why})") from None
+
+
+def check_stamp(tree, path, stamp):
+    """Raise UserError where the tree that was loaded from path is not of what stamp says."""
+    if stamp and not hasattr(tree, "stamp"):
+        raise UserError(f"{path}: not of this run")
+    for key, value in stamp.items():
+        found = tree.stamp.get(key)
+        if found != value:
+            raise UserError(f"{path}: its {key} is {found}, and should be {value}")
 
 
 def read_config(out, flag="--out "):
@@ -2308,7 +2342,9 @@ class RunFolder:
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
         versions = {"torch": torch.__version__, "numpy": np.__version__}
+        words = json.dumps([self.script, self.decisive()], sort_keys=True)
         self.config = {
+            "run": hashlib.blake2b(words.encode(), digest_size=8).hexdigest(),
             "script": self.script,
             "argv": self.args.argv,
             "flags": flag_values(self.args),
@@ -2331,6 +2367,11 @@ class RunFolder:
             self.config |= allowed
             self.write_config()
 
+    def stamp(self, t, **more):
+        """Return the stamp of a file of round t; empty in runs that were begun without."""
+        run = self.config.get("run")
+        return {"run": run, "round": t, **more} if run else {}
+
     def decisive(self):
         """Return the flags that decide the result."""
         flags = flag_values(self.args)
@@ -2352,7 +2393,7 @@ class RunFolder:
         folder, t = self.out / "states", fed.server["round"]
         folder.mkdir(exist_ok=True)
         for k in self.changed:
-            save(fed.states[k], folder / f"{k}-{t}.pt")
+            save(fed.states[k], folder / f"{k}-{t}.pt", self.stamp(t, client=k))
             self.versions[k] = t
         self.changed.clear()
         state = {
@@ -2362,7 +2403,7 @@ class RunFolder:
             "server": fed.server,
             "clients": self.versions,
         }
-        save(state, self.out / "checkpoint.pt")
+        save(state, self.out / "checkpoint.pt", self.stamp(t))
         current = {f"{k}-{version}.pt" for k, version in self.versions.items()}
         for path in folder.iterdir():
             if path.name not in current:
@@ -2400,13 +2441,16 @@ class RunFolder:
             fed.server.update(tree_map(lambda t: t.to(fed.pool.device), state["server"]))
             if type(fed.server["round"]) is not int or fed.server["round"] < 1:
                 raise ValueError("no round")
+            check_stamp(state, path, self.stamp(fed.server["round"]))
             self.versions = dict(state["clients"])
         except UserError:
             raise
         except Exception as e:  # any shape that a foreign file may have
             raise UserError(f"{path}: not a checkpoint of this run ({e})") from None
         for k, version in self.versions.items():
-            fed.states[k] = load(self.out / "states" / f"{k}-{version}.pt", "client state")
+            file = self.out / "states" / f"{k}-{version}.pt"
+            fed.states[k] = load(file, "client state")
+            check_stamp(fed.states[k], file, self.stamp(version, client=k))
 
     def _load_rows(self, metrics, lines, t):
         """Keep the first t lines of metrics.jsonl, which must be those of rounds 1 to t."""

@@ -548,7 +548,7 @@ def open_networks(path, args):
     client_nets = {}
     if args.diagonal != "none":
         client_nets = {k: run.client_net(k) for k in run.clients}
-    net = run.load_net(run.path / weights_file(args)) if args.authors else run.net
+    net = run.best_net() if args.authors else run.net
     return run, net, client_nets
 
 

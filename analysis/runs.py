@@ -91,7 +91,8 @@ class FinishedRun:
     """A finished run, opened for analysis.
 
     parts: the training indices of each client. net: the global network with the weights of
-    model.pt, in eval mode. rows: those of metrics.jsonl.
+    model.pt, in eval mode. rows: those of metrics.jsonl. run: what the stamps of the run's files
+    name it, None in older runs, whose files have none.
     """
 
     path: pathlib.Path
@@ -101,6 +102,7 @@ class FinishedRun:
     parts: list
     net: nn.Module
     rows: list
+    run: str | None = None
 
     @property
     def clients(self):
@@ -115,7 +117,7 @@ class FinishedRun:
     def client_net(self, client):
         """Return the network of a client (its id) at the end of the last round.
 
-        Raises UserError if the run has not kept it.
+        Raises UserError if the run has not kept it, and for the model of another round.
         """
         path = self.path / "clients" / f"{client}.pt"
         if client not in self.clients:
@@ -128,16 +130,22 @@ class FinishedRun:
                 f"{path}: missing; the client models of the last round are kept by runs with "
                 "--save-clients"
             )
-        return self.load_net(path)
+        return self.load_net(path, round=self.rows[-1]["round"], client=client)
 
-    def load_net(self, path):
-        """Return a copy of the network with the weights of a file.
+    def best_net(self):
+        """Return the network of the round with the best test accuracy."""
+        return self.load_net(self.path / "best.pt", round=common.best_round(self.rows))
 
-        Raises UserError for another network's weights, and for weights that are not finite.
+    def load_net(self, path, **stamp):
+        """Return a copy of the network with the weights of a file; stamp: what they must be of.
+
+        Raises UserError for weights of another network, run or round, and for weights that are not
+        finite.
         """
         net = common.copy_net(self.net)
+        weights = common.load(path, "model")
         try:
-            net.load_state_dict(common.load(path, "model"))
+            net.load_state_dict(weights)
         except (RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())
             ellipsis = "..." if len(reason) > 200 else ""
@@ -145,6 +153,7 @@ class FinishedRun:
                 f"{path}: not the weights of this run's network, {self.args.model} with "
                 f"{self.data.classes} classes ({reason[:200]}{ellipsis})"
             ) from None
+        common.check_stamp(weights, path, {"run": self.run, **stamp} if self.run else {})
         if not all(v.isfinite().all() for v in net.state_dict().values() if v.is_floating_point()):
             raise common.UserError(f"{path}: holds NaN or infinity")
         return net
@@ -179,8 +188,9 @@ def open_run(path, device="auto", data_dir=None):
     parts = common.partition(data, call.args)
     data = data.to(torch_device)
     net = common.prepare_net(data, call.args, call.method.adapt)
-    run = FinishedRun(path, config["script"], call.args, data, parts, net, rows)
-    run.net = run.load_net(path / "model.pt")
+    script, name = config["script"], config.get("run")
+    run = FinishedRun(path, script, call.args, data, parts, net, rows, name)
+    run.net = run.load_net(path / "model.pt", round=rows[-1]["round"])
     return run
 
 

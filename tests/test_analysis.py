@@ -11,6 +11,7 @@ from conftest import TINY, refused_amid_output
 from tqdm import tqdm
 
 import common
+import fedavg
 import hessian_eval
 import moon
 import stochdepth
@@ -143,3 +144,57 @@ def test_bad_config(run, original_run, capsys):
     refused_amid_output(capsys, similarity, [run], "config.json", "no such script")
     path.write_text("{")
     refused_amid_output(capsys, hessian_eval, [run], "config.json", "damaged")
+
+
+# --- files of another round or run
+
+
+def moved(run, name, other):
+    """Put the file of another place under a name of the run, and return its path."""
+    (run / name).write_bytes(other.read_bytes())
+    return str(run / name)
+
+
+def test_files_of_another_round(run, tmp_path, capsys):
+    """Of the model, the best one and a client's each is refused that is not of the round named."""
+    longer = tmp_path / "longer"
+    argv = [*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--out", str(longer)]
+    fedavg.main([*argv, "--rounds", "1"])
+    first = {path: path.read_bytes() for path in longer.glob("**/*.pt")}
+    fedavg.main(["--out", str(longer), "--resume", "--rounds", "2"])
+    for name in ("model.pt", "clients/1.pt"):
+        latest = (longer / name).read_bytes()
+        (longer / name).write_bytes(first[longer / name])
+        message = "its round is 1, and should be 2"
+        refused_amid_output(capsys, similarity, [longer], str(longer / name), message)
+        (longer / name).write_bytes(latest)
+    opened = runs.open_run(longer)
+    opened.best_net()
+    best = common.best_round(opened.rows)
+    other = first[longer / "model.pt"] if best == 2 else (longer / "model.pt").read_bytes()
+    (longer / "best.pt").write_bytes(other)
+    argv = [longer, "--authors", "--samples", "2"]
+    message = f"its round is {3 - best}, and should be {best}"
+    refused_amid_output(capsys, hessian_eval, argv, "best.pt", message)
+    moved(longer, "clients/1.pt", longer / "clients" / "2.pt")
+    refused_amid_output(capsys, similarity, [longer], "its client is 2, and should be 1")
+
+
+def test_files_of_another_run(run, tmp_path, capsys):
+    """Of the same network and round, from another seed; and weights that no run has written."""
+    other = tmp_path / "other"
+    argv = [*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--seed", "1"]
+    fedavg.main([*argv, "--out", str(other)])
+    path = moved(run, "clients/1.pt", other / "clients" / "1.pt")
+    refused_amid_output(capsys, similarity, [run], path, "its run is")
+    common.save(dict(common.load(run / "model.pt")), run / "model.pt")
+    refused_amid_output(capsys, similarity, [run], "model.pt: not of this run")
+
+
+def test_files_of_before_there_were_stamps(run):
+    """A run whose config.json names no run has files that name none."""
+    config = json.loads((run / "config.json").read_text())
+    del config["run"]
+    (run / "config.json").write_text(json.dumps(config))
+    common.save(dict(common.load(run / "model.pt")), run / "model.pt")
+    assert runs.open_run(run).run is None

@@ -336,7 +336,8 @@ def halved(weights):
 
 def test_hessian_eval_as_the_authors(run):
     """best.pt, ten augmented batches, and a trace that stops."""
-    common.save(halved(common.load(run / "best.pt")), run / "best.pt")
+    best = common.load(run / "best.pt")
+    common.save(halved(best), run / "best.pt", best.stamp)
     opened = runs.open_run(run)
     plain = h.Batches(opened, np.concatenate(opened.parts), 1, tqdm(disable=True))
     frozen = h.AuthorsBatches(plain, 0, frozen=True)

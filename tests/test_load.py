@@ -77,3 +77,25 @@ def test_what_is_no_file_is_refused(tmp_path, make):
         common.load(tmp_path / "a.pt")
     with pytest.raises(common.UserError, match="no such model"):
         common.load(tmp_path / "b.pt", "model")
+
+
+@pytest.mark.parametrize("damage", ["shape", "dtype", "number", "name"])
+def test_a_stamp_tells_other_shapes_and_types(tmp_path, damage):
+    """In a file that is whole by its checksums, as somebody's own program would write it."""
+    path = tmp_path / "a.pt"
+    common.save({"net": {**TREE}, "round": 3}, path, {"round": 3})
+    tree = common.load(path)
+    assert tree.stamp["round"] == 3
+    assert same(tree["net"], TREE)
+    net = tree["net"]
+    if damage == "shape":
+        net["a"] = net["a"][:1]
+    if damage == "dtype":
+        net["a"] = net["a"].double()
+    if damage == "number":
+        tree["round"] = 4
+    if damage == "name":
+        net["d"] = net.pop("c")
+    torch.save(tree, path)
+    with pytest.raises(common.UserError, match="not the shapes and types that were saved"):
+        common.load(path)
