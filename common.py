@@ -380,7 +380,7 @@ def keep_round(fed, row):
     """Write down the round: the best model so far, the row and, where it is due, a checkpoint."""
     args, folder, t = fed.args, fed.folder, row["round"]
     if row["test_acc"] is not None and row["test_acc"] > max(accuracies(folder.rows), default=-1):
-        save(fed.net.state_dict(), folder.out / "best.pt", folder.stamp(t))
+        save(fed.net.state_dict(), folder.out / f"best-{t}.pt", folder.stamp(t))
     folder.settle(fed)
     folder.append(row)
     if t == args.rounds or t % args.checkpoint_every == 0:
@@ -2281,6 +2281,14 @@ def check_resumed(args, flags):
         )
 
 
+# names, by subfolder, of what a kill may leave; others are not ours to delete
+OWN_LEFTOVERS = {
+    "": r"best-\d+\.pt|(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp",
+    "states": r"\d+-\d+\.pt(\.\d+\.tmp)?",
+    "clients": r"\d+\.pt\.\d+\.tmp",
+}
+
+
 class RunFolder:
     """The folder of a run, from which it resumes exactly."""
 
@@ -2312,8 +2320,9 @@ class RunFolder:
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock()
         # what a kill before the first complete file leaves is no run
-        if any(path.suffix != ".tmp" for path in self.out.iterdir()):
+        if any(not re.fullmatch(r"config\.json\.\d+\.tmp", p.name) for p in self.out.iterdir()):
             raise UserError(f"{taken} folder")
+        self.tidy()
 
     def _lock(self):
         """Keep the folder from other processes until close(), or until this one ends."""
@@ -2404,27 +2413,38 @@ class RunFolder:
             "clients": self.versions,
         }
         save(state, self.out / "checkpoint.pt", self.stamp(t))
+        self.tidy()
+
+    def tidy(self):
+        """Let best.pt be of the rounds up to the checkpoint; delete what is not, and cut writes.
+
+        Until the checkpoint is there a better model waits in best-ROUND.pt, for a resumed run may
+        have to forget its round."""
+        best = self.out / f"best-{best_round(self.rows)}.pt"
+        if best.exists():
+            os.replace(best, self.out / "best.pt")
         current = {f"{k}-{version}.pt" for k, version in self.versions.items()}
-        for path in folder.iterdir():
-            if path.name not in current:
-                path.unlink()
+        for name, pattern in OWN_LEFTOVERS.items():
+            for path in (self.out / name).glob("*"):
+                if re.fullmatch(pattern, path.name) and path.name not in current:
+                    path.unlink()
 
     def restore(self, fed):
         """Fill fed from the checkpoint, if there is one, and forget the rounds after it."""
         path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
         lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+        flags = self.config["flags"]
         if path.exists():
             self._load_checkpoint(path, fed)
         elif len(lines) > self.args.checkpoint_every or (self.out / "model.pt").exists():
             raise UserError(f"{path}: missing, though metrics.jsonl has {len(lines)} rounds")
         self._load_rows(metrics, lines, fed.server["round"])
-        for leftover in self.out.glob("*.tmp"):  # of a write that was cut
-            leftover.unlink()
-        if self.args.rounds != self.config["flags"]["rounds"]:
+        self.tidy()
+        if self.args.rounds != flags["rounds"]:
             # what is of the last round is of another round soon
             shutil.rmtree(self.out / "clients", ignore_errors=True)
             (self.out / "model.pt").unlink(missing_ok=True)
-            self.config["flags"]["rounds"] = self.args.rounds
+            flags["rounds"] = self.args.rounds
             self.config["argv"] += ["--rounds", str(self.args.rounds)]
         self.write_config()
 

@@ -36,6 +36,17 @@ def killed_after(out, rounds):
     return killed
 
 
+def killed_in(t, method):
+    """Return a method of RunFolder, of a row or a Federation, that is killed in round t."""
+
+    def killed(folder, of):
+        if t == (of["round"] if isinstance(of, dict) else of.server["round"]):
+            raise Killed
+        return method(folder, of)
+
+    return killed
+
+
 # --- what is in it
 
 
@@ -154,6 +165,41 @@ def test_more_rounds_on_resume(tmp_path, four_rounds):
     assert (out / "metrics.jsonl").read_text() == before
 
 
+def test_best_is_of_a_round_with_a_row(tmp_path):
+    """Round 2, the last, is evaluated and the best; cut behind that, the run goes on to 4.
+
+    There it is not evaluated, and best.pt must be that of a run that was never cut."""
+    argv = [*TINY, "--eval-every", "3", "--checkpoint-every", "1"]
+
+    out, whole = tmp_path / "cut", tmp_path / "whole"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common.RunFolder, "append", killed_in(2, common.RunFolder.append))
+        fedavg.main([*argv, "--rounds", "2", "--out", str(out)])
+    assert [row["test_acc"] for row in rows_of(out)] == [None]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, 2))  # in round 3
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "4"])
+    assert not list(out.glob("best*"))
+    fedavg.main(["--out", str(out), "--resume"])
+    fedavg.main([*argv, "--rounds", "4", "--out", str(whole)])
+    assert_equal_runs(whole, out)
+    assert common.load(out / "best.pt").stamp["round"] == common.best_round(rows_of(out))
+
+
+def test_best_waits_for_its_checkpoint(tmp_path):
+    """best.pt of the last checkpoint stays while rounds behind it may yet be forgotten."""
+    out = tmp_path / "run"
+    argv = [*TINY, "--rounds", "3", "--checkpoint-every", "2", "--out", str(out)]
+    accuracies = iter([10.0, 20.0, 30.0])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", lambda *_: (next(accuracies), 1.0))
+        patch.setattr(common.RunFolder, "checkpoint", killed_in(3, common.RunFolder.checkpoint))
+        fedavg.main(argv)
+    assert common.load(out / "best.pt").stamp["round"] == 2
+    assert common.load(out / "best-3.pt").stamp["round"] == 3
+    assert not (out / "best-1.pt").exists()
+
+
 # --- locks
 
 
@@ -252,6 +298,38 @@ def test_runs_are_not_overwritten(tmp_path, capsys):
     argv = [*TINY, "--out", tmp_path / "none", "--resume"]
     refused(capsys, fedavg, argv, "none", "no run")
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+# --- leftovers
+
+LEFT_BY_A_KILL = [
+    "config.json.7.tmp",
+    "best.pt.7.tmp",
+    "best-1.pt",
+    "best-2.pt.7.tmp",
+    "clients/1.pt.7.tmp",
+    "states/1-1.pt",
+    "states/1-2.pt.7.tmp",
+]
+A_USERS_OWN = ["notes.tmp", "a.json.7.tmp", "best-of-all.pt", "clients/x.tmp", "states/mine.pt"]
+
+
+def test_resume_deletes_what_a_kill_left_and_nothing_else(tmp_path):
+    """Also of a run that was finished, where no checkpoint is written any more."""
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--save-clients", "--out", str(out)])
+    before = {path.relative_to(out) for path in out.glob("**/*")}
+    for name in [*LEFT_BY_A_KILL, *A_USERS_OWN]:
+        (out / name).write_text("x")
+    fedavg.main(["--out", str(out), "--resume"])
+    added = {str(path.relative_to(out)) for path in out.glob("**/*")} - set(map(str, before))
+    assert added == set(A_USERS_OWN)
+
+
+def test_a_folder_with_a_users_own_file_is_not_taken(tmp_path, capsys):
+    (tmp_path / "notes.tmp").write_text("mine")
+    refused(capsys, fedavg, [*TINY, "--out", tmp_path], "exists already")
+    assert (tmp_path / "notes.tmp").read_text() == "mine"
 
 
 # --- damage
