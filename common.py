@@ -2436,7 +2436,7 @@ class RunFolder:
         flags = self.config["flags"]
         if path.exists():
             self._load_checkpoint(path, fed)
-        elif len(lines) > self.args.checkpoint_every or (self.out / "model.pt").exists():
+        elif len(lines) > flags.get("checkpoint_every", 1) or (self.out / "model.pt").exists():
             raise UserError(f"{path}: missing, though metrics.jsonl has {len(lines)} rounds")
         self._load_rows(metrics, lines, fed.server["round"])
         self.tidy()
@@ -2444,8 +2444,11 @@ class RunFolder:
             # what is of the last round is of another round soon
             shutil.rmtree(self.out / "clients", ignore_errors=True)
             (self.out / "model.pt").unlink(missing_ok=True)
-            flags["rounds"] = self.args.rounds
-            self.config["argv"] += ["--rounds", str(self.args.rounds)]
+        for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
+            value = getattr(self.args, flag)
+            if value != flags.get(flag):
+                flags[flag] = value
+                self.config["argv"] += [f"--{flag.replace('_', '-')}", str(value)]
         self.write_config()
 
     def _load_checkpoint(self, path, fed):

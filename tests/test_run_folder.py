@@ -165,6 +165,23 @@ def test_more_rounds_on_resume(tmp_path, four_rounds):
     assert (out / "metrics.jsonl").read_text() == before
 
 
+def test_the_interval_of_checkpoints_may_change(tmp_path, four_rounds):
+    """Cut in round 4, before the first checkpoint; plain --resume keeps the new interval."""
+    out = tmp_path / "cut"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, 3))
+        fedavg.main([*FOUR, "--checkpoint-every", "9", "--out", str(out)])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, 0))
+        fedavg.main(["--out", str(out), "--resume", "--checkpoint-every", "1"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "evaluate", killed_after(out, 1))
+        fedavg.main(["--out", str(out), "--resume"])
+    assert (out / "checkpoint.pt").exists()
+    fedavg.main(["--out", str(out), "--resume"])
+    assert_equal_runs(four_rounds, out)
+
+
 def test_best_is_of_a_round_with_a_row(tmp_path):
     """Round 2, the last, is evaluated and the best; cut behind that, the run goes on to 4.
 
