@@ -236,7 +236,7 @@ def train(fed, method):
             keep_round(fed, row)
             bar.set_postfix_str(row_line(row, args))
             say(row_line(row, args))
-    save(fed.net.state_dict(), folder.out / "model.pt", folder.stamp(args.rounds))
+    save(fed.net.state_dict(), folder.out / "model.pt", folder.stamp_with_rows())
     summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
     say(summary_line.format(**folder.rows[-1]))
     return fed.net, folder.rows
@@ -2235,25 +2235,85 @@ def check_stamp(tree, path, stamp):
             raise UserError(f"{path}: its {key} is {found}, and should be {value}")
 
 
+def sealed(fields, before=0):
+    """Return a dict with its checksum, "crc32", which goes on from the one before."""
+    fields = {k: v for k, v in fields.items() if k != "crc32"}
+    return {**fields, "crc32": zlib.crc32(json.dumps(fields).encode(), before)}
+
+
+def parse_json(text):
+    """Return what JSON holds; ValueError also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_config(text):
+    """Return what the text of config.json holds; ValueError if its checksum says otherwise."""
+    config = parse_json(text)
+    if "crc32" in config and config != sealed(config):
+        raise ValueError("changed since it was written")
+    return config
+
+
+def is_number(value, low=-sys.float_info.max, high=sys.float_info.max):
+    """Whether a value of JSON is a finite number from low to high."""
+    return type(value) in (int, float) and low <= value <= high
+
+
+SHARES = "best_acc acc_last5_mean client_acc_worst client_acc_best client_acc_p10".split()  # in %
+
+
+def read_row(line, previous=None):
+    """Return the row in a line of metrics.jsonl. ValueError if it is damaged, or not the next.
+
+    previous: the row before, None for round 1. A row's checksum goes on from that of the row
+    before; rows of older runs have none."""
+    try:
+        row, before = parse_json(line), previous or {"round": 0}
+        counts = [row["bytes_down"], row["bytes_up"], row.get("bytes_delta", 0)]
+        evaluation = [row["test_acc"], row["test_loss"], row["acc_ema"]]
+        shares = [row["test_acc"], row["acc_ema"], *(row.get(key) for key in SHARES)]
+        valid = (
+            row["round"] == before["round"] + 1
+            and all(type(client) is int for client in row["clients"])
+            and all(is_number(n, 0) for n in [*counts, *row["seconds"].values()])
+            and is_number(row["train_loss"])
+            and (row["test_acc"] is None or None not in evaluation)
+            and type(row["test_loss"]) in (float, int, type(None))  # which may have overflowed
+            and all(share is None or is_number(share, -1e-6, 100 + 1e-6) for share in shares)
+            and row.get("crc32") in (None, sealed(row, before.get("crc32", 0))["crc32"])
+        )
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"not a row ({type(e).__name__})") from None
+    if not valid or not row["clients"]:
+        raise ValueError("not the row of this round")
+    return row
+
+
 def read_config(out, flag="--out "):
     """Return config.json of the run in the folder out. UserError if out is no run."""
     path = out / "config.json"
-    if not path.is_file():
-        resumed = " to --resume" if flag else ""
-        raise UserError(f"{flag}{out}: no run{resumed} there, since it has no config.json")
     try:
-        config = json.loads(path.read_text())
-        numbers = [config["flags"]["rounds"], config["workers"], config["threads"]]
+        if not path.is_file():
+            resumed = " to --resume" if flag else ""
+            raise UserError(f"{flag}{out}: no run{resumed} there, since it has no config.json")
+        config = parse_config(path.read_text())
+        numbers = [config["flags"]["rounds"], config["workers"], config["threads"] - 1]
         if "argv" not in config:
             raise UserError(
                 f"{flag}{out}: config.json keeps no command, as of an older version of this code; "
                 "the run can be compared, but neither resumed nor opened"
             )
         words = [config["script"], *config["argv"]]
-        if all(type(n) is int for n in numbers) and all(type(word) is str for word in words):
+        bounded = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and numbers[2] < 4096
+        if bounded and all(type(word) is str for word in words):
             return config
     except UserError:
         raise
+    except OSError as e:
+        raise UserError(f"{flag}{out}: config.json cannot be read ({e.strerror})") from None
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{flag}{out}: config.json is damaged, or not of a run of this project")
@@ -2295,7 +2355,7 @@ class RunFolder:
     def __init__(self, args):
         self.args, self.out, self.script = args, pathlib.Path(args.out), args.script
         self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
-        self.rows = []  # of metrics.jsonl
+        self.rows, self.size = [], 0  # of metrics.jsonl, and its bytes
         self.changed = set()  # clients whose state is not saved
         self.versions = {}  # {client: round of its saved state}
         self.clock = None  # when the last round was evaluated, or the first one began
@@ -2366,6 +2426,7 @@ class RunFolder:
         self.write_config()
 
     def write_config(self):
+        self.config = sealed(self.config)
         text = json.dumps(self.config, indent=1) + "\n"
         write_atomically(self.out / "config.json", text.encode())
 
@@ -2381,18 +2442,32 @@ class RunFolder:
         run = self.config.get("run")
         return {"run": run, "round": t, **more} if run else {}
 
+    def stamp_with_rows(self):
+        """Return the stamp of a file of the last row, which tells all rows up to it."""
+        return self.stamp(self.rows[-1]["round"], rows_checksum=self.rows[-1].get("crc32"))
+
     def decisive(self):
         """Return the flags that decide the result."""
         flags = flag_values(self.args)
         return {k: v for k, v in flags.items() if k not in FREE_ON_RESUME}
 
     def append(self, row):
-        """Add a round's row to metrics.jsonl."""
-        self.rows.append(row)
-        with open(self.out / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(row) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        """Add a round's row to metrics.jsonl, which is written anew if it is not as we left it."""
+        self.rows.append(sealed(row, self.rows[-1].get("crc32", 0) if self.rows else 0))
+        with open(self.out / "metrics.jsonl", "ab") as f:
+            as_left = f.tell() == self.size
+            if as_left:
+                self.size += f.write(json.dumps(self.rows[-1]).encode() + b"\n")
+                f.flush()
+                os.fsync(f.fileno())
+        if not as_left:
+            self.write_rows()
+
+    def write_rows(self):
+        """Write metrics.jsonl."""
+        content = "".join(json.dumps(row) + "\n" for row in self.rows).encode()
+        write_atomically(self.out / "metrics.jsonl", content)
+        self.size = len(content)
 
     def checkpoint(self, fed):
         """Commit the state of fed after the last appended row.
@@ -2412,8 +2487,10 @@ class RunFolder:
             "server": fed.server,
             "clients": self.versions,
         }
-        save(state, self.out / "checkpoint.pt", self.stamp(t))
+        save(state, self.out / "checkpoint.pt", self.stamp_with_rows())
         self.tidy()
+        if not (self.out / "config.json").exists():  # somebody has deleted it
+            self.write_config()
 
     def tidy(self):
         """Let best.pt be of the rounds up to the checkpoint; delete what is not, and cut writes.
@@ -2432,13 +2509,19 @@ class RunFolder:
     def restore(self, fed):
         """Fill fed from the checkpoint, if there is one, and forget the rounds after it."""
         path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
+        if metrics.exists() and not metrics.is_file():
+            raise UserError(f"{metrics}: not a file")
         lines = metrics.read_bytes().splitlines() if metrics.exists() else []
         flags = self.config["flags"]
+        state = None
         if path.exists():
-            self._load_checkpoint(path, fed)
+            state = self._load_checkpoint(path, fed)
         elif len(lines) > flags.get("checkpoint_every", 1) or (self.out / "model.pt").exists():
             raise UserError(f"{path}: missing, though metrics.jsonl has {len(lines)} rounds")
         self._load_rows(metrics, lines, fed.server["round"])
+        if state:
+            check_stamp(state, path, self.stamp_with_rows())
+        self.write_rows()
         self.tidy()
         if self.args.rounds != flags["rounds"]:
             # what is of the last round is of another round soon
@@ -2474,19 +2557,17 @@ class RunFolder:
             file = self.out / "states" / f"{k}-{version}.pt"
             fed.states[k] = load(file, "client state")
             check_stamp(fed.states[k], file, self.stamp(version, client=k))
+        return state
 
     def _load_rows(self, metrics, lines, t):
         """Keep the first t lines of metrics.jsonl, which must be those of rounds 1 to t."""
-        lines = lines[:t]
         try:
-            self.rows = [json.loads(line) for line in lines]
-            valid = [row["round"] for row in self.rows] == list(range(1, t + 1))
-            valid = valid and all("test_acc" in row for row in self.rows)
-        except (ValueError, KeyError, TypeError):
-            valid = False
-        if not valid:
+            for line in lines[:t]:
+                self.rows.append(read_row(line, self.rows[-1] if self.rows else None))
+        except ValueError:
+            self.rows = []
+        if len(self.rows) != t:
             raise UserError(f"{metrics}: damaged; it should hold rounds 1 to {t} of the checkpoint")
-        write_atomically(metrics, b"".join(line + b"\n" for line in lines))
 
 
 def hardware(device):

@@ -190,20 +190,20 @@ def open_run(path, device="auto", data_dir=None):
     net = common.prepare_net(data, call.args, call.method.adapt)
     script, name = config["script"], config.get("run")
     run = FinishedRun(path, script, call.args, data, parts, net, rows, name)
-    run.net = run.load_net(path / "model.pt", round=rows[-1]["round"])
+    last = {"round": rows[-1]["round"], "rows_checksum": rows[-1].get("crc32")}
+    run.net = run.load_net(path / "model.pt", **last)
     return run
 
 
 def read_rows(path):
     """Return the rows of a metrics.jsonl; UserError if the last lacks what analyses read."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        numbers = [rows[-1][key] for key in ("round", "test_acc", "best_acc")]
-        if not all(isinstance(number, (int, float)) for number in numbers):
-            raise TypeError
-        if not all(type(client) is int for client in rows[-1]["clients"]):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        rows = []
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            rows.append(common.read_row(line, rows[-1] if rows else None))
+        if not rows or rows[-1]["test_acc"] is None:
+            raise ValueError("the last round is not there")
+    except (OSError, ValueError):
         raise common.UserError(f"{path}: missing or damaged") from None
     return rows
 

@@ -122,12 +122,16 @@ def read_run(path):
 def read_settings(path):
     """Return config.json of a run folder. Raises UserError if it is not one of this project."""
     file = path / "config.json"
-    if not file.is_file():
-        raise common.UserError(f"{path}: no run, since it has no config.json")
     try:
-        config = json.loads(file.read_text())
+        if not file.is_file():
+            raise common.UserError(f"{path}: no run, since it has no config.json")
+        config = common.parse_config(file.read_text())
         valid = is_config(config)
-    except (OSError, *MISSHAPEN):
+    except common.UserError:
+        raise
+    except OSError as e:
+        raise common.UserError(f"{path}: config.json cannot be read ({e.strerror})") from None
+    except MISSHAPEN:
         valid = False
     if not valid:
         raise common.UserError(f"{path}: config.json is damaged, or not of a run of this project")
@@ -157,42 +161,19 @@ def read_rows(path):
     """Return the rows of metrics.jsonl in a run folder. Raises UserError if a line is damaged."""
     file = path / "metrics.jsonl"
     try:
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     except OSError as e:
         raise common.UserError(f"{file}: cannot be read ({e.strerror})") from None
     rows = []
     for number, line in enumerate(lines, 1):
-        row = read_row(line, number)
-        if row:
-            rows.append(row)
-        elif number < len(lines) or line.endswith(b"\n"):  # else it is being written
-            raise common.UserError(
-                f"{file}: line {number} is damaged; it should be the row of round {number}"
-            )
+        try:
+            rows.append(common.read_row(line, rows[-1] if rows else None))
+        except ValueError:
+            if number < len(lines) or line.endswith(b"\n"):  # else it is being written
+                raise common.UserError(
+                    f"{file}: line {number} is damaged; it should be the row of round {number}"
+                ) from None
     return rows
-
-
-def read_row(line, number):
-    """Return the row in a line if it is that of round number, else None."""
-    try:
-        row = json.loads(line)
-        return row if is_row(row, number) else None
-    except MISSHAPEN:
-        return None
-
-
-def is_row(row, number):
-    """Whether a row is that of round number and has its figures. May raise one of MISSHAPEN."""
-    counts = [row["bytes_down"], row["bytes_up"], row.get("bytes_delta", 0)]
-    numbers = [row["train_loss"], *row["seconds"].values(), *counts]
-    evaluated = [row["test_acc"], row["test_loss"], row["acc_ema"], row.get("client_acc_worst")]
-    numbers += [value for value in evaluated if value is not None]
-    return (
-        row["round"] == number
-        and len(row["clients"]) > 0
-        and all(type(value) in (int, float) for value in numbers)
-        and (row["test_acc"] is None or row["acc_ema"] is not None)
-    )
 
 
 def read_runs(folders, warn):

@@ -10,7 +10,7 @@ from methods import ROOT
 
 import common
 
-VARIES = ("seconds", "samples_per_s", "peak_memory")
+VARIES = ("seconds", "samples_per_s", "peak_memory", "crc32")
 
 
 def rows_of(out):

@@ -53,7 +53,7 @@ def test_open_run_restores_the_network(tmp_path, monkeypatch, script, flags):
 def test_runs_are_opened_in_full_precision(run):
     config = json.loads((run / "config.json").read_text())
     config["argv"] += ["--precision", "bf16"]
-    (run / "config.json").write_text(json.dumps(config))
+    (run / "config.json").write_text(json.dumps(common.sealed(config)))
     assert runs.open_run(run).args.precision == "fp32"
 
 
@@ -139,8 +139,10 @@ def test_bad_config(run, original_run, capsys):
     config = json.loads(path.read_text())
     config["flags"]["dataset"] = "cifar10"
     path.write_text(json.dumps(config))
+    refused_amid_output(capsys, hessian_eval, [original_run, run], "config.json is damaged")
+    path.write_text(json.dumps(common.sealed(config)))
     refused_amid_output(capsys, hessian_eval, [original_run, run], "cifar10", "glyphs")
-    path.write_text(json.dumps({**config, "script": "../evil"}))
+    path.write_text(json.dumps(common.sealed({**config, "script": "../evil"})))
     refused_amid_output(capsys, similarity, [run], "config.json", "no such script")
     path.write_text("{")
     refused_amid_output(capsys, hessian_eval, [run], "config.json", "damaged")
@@ -195,6 +197,6 @@ def test_files_of_before_there_were_stamps(run):
     """A run whose config.json names no run has files that name none."""
     config = json.loads((run / "config.json").read_text())
     del config["run"]
-    (run / "config.json").write_text(json.dumps(config))
+    (run / "config.json").write_text(json.dumps(common.sealed(config)))
     common.save(dict(common.load(run / "model.pt")), run / "model.pt")
     assert runs.open_run(run).run is None

@@ -18,6 +18,8 @@ from runs import assert_equal_runs, config_of, rounds_in, rows_of, start
 import common
 import fedavg
 import fedprox
+from analysis.runs import read_rows
+from reproduce.runs import read_run
 
 
 class Killed(BaseException):
@@ -386,6 +388,11 @@ def resumed(out):
     return ["--out", str(out), "--resume", "--rounds", "3", "--quiet"]
 
 
+def without_checksum(rows):
+    """Return rows as of before there were checksums."""
+    return re.sub(rb', "crc32": \d+', b"", rows)
+
+
 FOREIGN = {
     "script": "fedavg",
     "net": {"x": torch.ones(1)},
@@ -435,12 +442,26 @@ def test_the_checkpoint_of_another_run(tmp_path, capsys, damaged):
         lambda rows: b"\xff\xfe\n" + rows,
         lambda rows: rows.replace(b"test_acc", b"acc"),
         lambda rows: rows.replace(b'"round": 1', b'"round": 7'),
+        lambda rows: re.sub(rb'"train_loss": 4', b'"train_loss": 5', rows, count=1),
+        lambda rows: rows.splitlines()[0] + b"\n",
+        lambda rows: b"[" * 100_000 + b"\n" + rows,
+        lambda rows: without_checksum(rows).replace(b'"test_acc": ', b'"test_acc": NaN, "_": '),
+        lambda rows: without_checksum(rows).replace(
+            b'"train_loss": ', b'"train_loss": 9' + 400 * b"9"
+        ),
+        lambda rows: without_checksum(rows).replace(b'"clients": [0', b'"clients": ["0"'),
     ],
 )
 def test_damaged_metrics(capsys, damaged, damage):
     path = damaged / "metrics.jsonl"
-    path.write_bytes(damage(path.read_bytes()))
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    assert path.read_bytes() != before
     refused(capsys, fedavg, resumed(damaged), "metrics.jsonl", "damaged")
+    if len(path.read_bytes().splitlines()) > 1:  # fewer rows are a run that goes on
+        for read in (read_rows, lambda path: read_run(path.parent)):
+            with pytest.raises(common.UserError, match="damaged"):
+                read(path)
 
 
 @pytest.mark.parametrize(
@@ -453,15 +474,87 @@ def test_damaged_metrics(capsys, damaged, damage):
         ('"cnn"', '"vit"', "--model"),
         ('"clients": 4', '"clients": 0', "--clients"),
         ('"clients": 4', '"clients": 5', "--clients"),
+        (r'"threads": \d+', '"threads": 0', "config.json"),
+        (r'"threads": \d+', '"threads": 1' + 30 * "0", "config.json"),
+        (r'"workers": \d+', '"workers": -1', "config.json"),
+        ("", 100_000 * "[", "config.json"),
+        ("", '{"flags": ' + 5000 * "9", "config.json"),
     ],
 )
 def test_damaged_config(capsys, damaged, old, new, word):
     path = damaged / "config.json"
     before = path.read_text()
-    after = before.replace(old, new) if old else new
+    after = re.sub(old, new, before) if old else new
     assert after != before
     path.write_text(after)
+    refused(capsys, fedavg, resumed(damaged), "config.json is damaged")
+    if old:  # a folder of before there were checksums
+        path.write_text(re.sub(r',\s*"crc32": \d+', "", after))
     refused(capsys, fedavg, resumed(damaged), word)
+
+
+def test_rows_of_another_run(tmp_path, capsys, damaged):
+    """Whole by themselves, but not those that the checkpoint was written behind."""
+    fedavg.main([*TINY, "--seed", "5", "--out", str(tmp_path / "other")])
+    other = (tmp_path / "other" / "metrics.jsonl").read_bytes()
+    (damaged / "metrics.jsonl").write_bytes(other)
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt: its rows_checksum is")
+
+
+def test_a_flipped_bit_of_config_or_rows(damaged):
+    """Of 200 bytes of each: found, or of no account."""
+    rng = random.Random(0)
+    for name, read in (("config.json", config_read), ("metrics.jsonl", read_rows)):
+        path = damaged / name
+        good, content = path.read_bytes(), read(path)
+        for i in rng.sample(range(len(good)), 200):
+            flipped = bytes([good[i] ^ 1 << rng.randrange(8)])
+            path.write_bytes(good[:i] + flipped + good[i + 1 :])
+            with contextlib.suppress(common.UserError):
+                found = read(path)
+                for a, b in zip(content, found, strict=True):  # the checksum's name may be hit
+                    assert all(b.get(k) == v for k, v in a.items() if k != "crc32"), (name, i)
+        path.write_bytes(good)
+
+
+def config_read(path):
+    return [common.read_config(path.parent)]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt"])
+def test_a_pipe_in_a_files_place(capsys, damaged, name):
+    """is refused; reading it would wait for ever."""
+    content = (damaged / name).read_bytes()
+    (damaged / name).unlink()
+    os.mkfifo(damaged / name)
+    refused(capsys, fedavg, resumed(damaged), name, "not a file")
+    (damaged / name).unlink()
+    (damaged / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_what_is_deleted_during_a_run_is_written_again(tmp_path, four_rounds, name):
+    out = tmp_path / "run"
+    evaluate = common.evaluate
+
+    def deleting(*args):
+        if rounds_in(out) == 2:
+            (out / name).unlink()
+        return evaluate(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "evaluate", deleting)
+        fedavg.main([*FOUR, "--out", str(out)])
+    assert_equal_runs(four_rounds, out)
+    assert config_of(out)["flags"] | {"out": ""} == config_of(four_rounds)["flags"] | {"out": ""}
+    fedavg.main(["--out", str(out), "--resume"])
+
+
+def test_a_folder_that_cannot_be_read(capsys):
+    """A name longer than names may be is refused by the system, as a folder of others may be."""
+    refused(
+        capsys, fedavg, ["--out", 300 * "a", "--resume"], "config.json cannot be read", "too long"
+    )
 
 
 def test_what_was_put_back_resumes(run_to_damage):

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
+from conftest import TINY
 from makers import PLAIN, ROOT, make_groups, make_run, read_rows, run_compare, write_rows
 
+import fedavg
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
 from reproduce.runs import (
@@ -185,6 +188,8 @@ def test_runs_of_before_the_command_was_recorded(tmp_path):
         ("metrics.jsonl", "{}\n", "line 1 is damaged; it should be the row of round 1"),
         ("metrics.jsonl", '"\n', "line 1 is damaged"),
         ("metrics.jsonl", "\xff\n", "line 1 is damaged"),
+        ("metrics.jsonl", 100_000 * "[" + "\n", "line 1 is damaged"),
+        ("config.json", 100_000 * "[", "config.json is damaged"),
     ],
 )
 def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message):
@@ -200,3 +205,35 @@ def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message
     assert "fedavg" in out
     code, out, err = run_compare(capsys, bad)
     assert code == 2 and message in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1", "101", '"12"', "9" * 400, "true"])
+@pytest.mark.parametrize("key", ["test_acc", "acc_ema", "best_acc", "client_acc_worst"])
+def test_what_is_no_accuracy_is_not_compared(tmp_path, capsys, key, value):
+    bad = make_run(tmp_path / "bad", client_acc_worst=7.0)
+    lines = (bad / "metrics.jsonl").read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), key: "?"}).replace('"?"', value)
+    (bad / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    code, out, err = run_compare(capsys, bad)
+    assert code == 2 and "line 3 is damaged" in err and err.count("\n") == 1 and not out
+
+
+def test_a_changed_number_is_not_compared(tmp_path, capsys):
+    """Rows and settings of a run have checksums, which go on from row to row."""
+    out = tmp_path / "a"
+    fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
+    assert run_compare(capsys, out)[0] == 0
+    rows, config = (out / "metrics.jsonl").read_text(), (out / "config.json").read_text()
+    first, second = rows.splitlines()
+    digit = '"train_loss": 4'
+    assert digit in first
+    (out / "metrics.jsonl").write_text(rows.replace(digit, '"train_loss": 5', 1))
+    assert "line 1 is damaged" in run_compare(capsys, out)[2]
+    (out / "metrics.jsonl").write_text(first.replace("}", '}, "x": 0}', 1) + "\n" + second + "\n")
+    assert "line 1 is damaged" in run_compare(capsys, out)[2]
+    unsealed = re.sub(r', "crc32": \d+', "", first)
+    (out / "metrics.jsonl").write_text(unsealed + "\n" + second + "\n")
+    assert "line 2 is damaged" in run_compare(capsys, out)[2]
+    (out / "metrics.jsonl").write_text(rows)
+    (out / "config.json").write_text(config.replace('"lr": 0.01', '"lr": 0.02'))
+    assert "config.json is damaged" in run_compare(capsys, out)[2]
