@@ -1091,8 +1091,10 @@ def peak_memory(device):
         return torch.cuda.max_memory_reserved(
             device
         )  # a captured step's memory is not counted else
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
@@ -2165,10 +2167,10 @@ def write_atomically(path, content):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        # the new name has to outlive a power failure too
-        parent = os.open(path.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        if os.name == "posix":  # the new name has to outlive a power failure too
+            parent = os.open(path.parent, os.O_RDONLY)
+            os.fsync(parent)
+            os.close(parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -2341,6 +2343,19 @@ def check_resumed(args, flags):
         )
 
 
+LOCKS = set()  # of run folders that this process has taken
+
+
+def forget_locks():
+    """Close a forked process' copies: one that decodes images may outlive a run that is killed."""
+    for lock in LOCKS - {None}:
+        os.close(lock)
+    LOCKS.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not where there are no forks
+    os.register_at_fork(after_in_child=forget_locks)
+
 # names, by subfolder, of what a kill may leave; others are not ours to delete
 OWN_LEFTOVERS = {
     "": r"best-\d+\.pt|(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp",
@@ -2359,7 +2374,7 @@ class RunFolder:
         self.changed = set()  # clients whose state is not saved
         self.versions = {}  # {client: round of its saved state}
         self.clock = None  # when the last round was evaluated, or the first one began
-        self.lock = None
+        self.taken, self.lock = False, None
 
     def take(self):
         """Lock the folder and look into it; UserError, before any long work, if it is not free."""
@@ -2385,28 +2400,35 @@ class RunFolder:
         self.tidy()
 
     def _lock(self):
-        """Keep the folder from other processes until close(), or until this one ends."""
-        import fcntl
+        """Keep the folder from other processes until close(), or until this one ends.
 
-        lock = os.open(self.out, os.O_RDONLY)
+        Where the system or the file system has no locks, say so and go on."""
+        lock = None
         try:
+            import fcntl
+
+            lock = os.open(self.out, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
             raise UserError(f"--out {self.out}: another process is writing to this run") from None
-        self.lock = lock  # only now: close() removes an empty folder of ours
+        except (ImportError, OSError) as e:
+            if lock is None and isinstance(e, OSError):
+                raise
+            advice = "see that no second process writes to this run"
+            print(f"{self.out}: cannot be locked here ({e}); {advice}", file=sys.stderr)
+        self.taken, self.lock = True, lock  # only now: close() removes an empty folder of ours
+        LOCKS.add(lock)
 
     def close(self):
         """Unlock the folder, and remove it if nothing was written."""
-        if self.lock is None:
+        if not self.taken:
             return
-        import fcntl
-
         with contextlib.suppress(OSError):
             self.out.rmdir()
-        # not only closed: processes that decode images may still hold a copy of it
-        fcntl.flock(self.lock, fcntl.LOCK_UN)
-        os.close(self.lock)
+        LOCKS.discard(self.lock)
+        if self.lock is not None:
+            os.close(self.lock)
 
     def create(self, workers, threads):
         """Write down all that a new run depends on."""

@@ -1,12 +1,14 @@
 """The run folder: what is in it, resuming, locks, damage."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -286,6 +288,59 @@ def test_two_run_folders_on_one_path(tmp_path):
     with pytest.raises(common.UserError, match="exists already"):
         second.take()
     second.close()
+
+
+def test_a_forked_process_does_not_hold_the_lock(tmp_path):
+    """One that decodes images for a run outlives it by seconds when the run is killed."""
+    args = flags("--out", str(tmp_path / "run"))
+    first, second = common.RunFolder(args), common.RunFolder(args)
+    first.take()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    with pytest.raises(common.UserError, match="another process"):
+        second.take()
+    os.close(first.lock)  # as a kill does: without a word to the system's locks
+    try:
+        second.take()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        common.LOCKS.discard(first.lock)
+        second.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EBADF])
+def test_without_locks_a_run_says_so_once(tmp_path, capsys, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    runs_without_locks(tmp_path / "run", capsys)
+
+
+def test_a_system_without_fcntl(tmp_path, capsys, monkeypatch):
+    """Nor resource, as Windows."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    runs_without_locks(tmp_path / "run", capsys)
+
+
+def runs_without_locks(out, capsys):
+    argv = [*TINY, "--local-steps", "1", "--out", str(out)]
+    fedavg.main([*argv, "--rounds", "1"])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{out}: cannot be locked here" in err
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "2"])
+    assert len(rows_of(out)) == 2
+    assert capsys.readouterr().err.count("cannot be locked here") == 1
+    with pytest.raises(SystemExit):
+        fedavg.main([*argv, "--clients", "61", "--out", str(out / "new")])
+    assert not (out / "new").exists()
 
 
 def test_a_failed_start_leaves_no_folder(tmp_path, capsys):
