@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -227,33 +228,54 @@ class Analysis:
 def check_new(path, name, picture_keys=()):
     """Raise UserError if the run folder path has a file of an analysis of that name.
 
-    picture_keys: the keys of all pictures that the analysis may draw.
+    picture_keys: the keys of all pictures that the analysis may draw. What an analysis leaves that
+    was killed while it wrote, with NAME.unfinished beside it, may be written again.
     """
+    path = pathlib.Path(path)
+    if not (path / f"{name}.json").exists() and (path / f"{name}.unfinished").exists():
+        return
     for file in (f"{name}.json", f"{name}.npz", *(f"{name}-{key}.pdf" for key in picture_keys)):
-        if (pathlib.Path(path) / file).exists():
+        if (path / file).exists():
             raise common.UserError(
-                f"{pathlib.Path(path) / file}: exists already; give this analysis another --name"
+                f"{path / file}: exists already; give this analysis another --name"
             )
 
 
 def keep_analysis(path, name, analysis):
     """Write an Analysis to the run folder path, and print the names of the files.
 
-    Pictures come last, since they may fail; they are left out, with a line, where matplotlib is
-    not installed.
+    NAME.json comes last, and says that all is there; until then there is NAME.unfinished. Pictures
+    that fail lose nothing else; they are left out, with a line, where matplotlib is not installed.
     """
     path = pathlib.Path(path)
+    unfinished = path / f"{name}.unfinished"
+    unfinished.touch()
+    for leftover in path.glob("*.tmp"):
+        if re.fullmatch(re.escape(name) + r"(-\w+)?\.(json|npz|pdf)\.\d+\.tmp", leftover.name):
+            leftover.unlink()
     if analysis.arrays:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **analysis.arrays)
         _write(path / f"{name}.npz", buffer.getvalue())
+    failed = _draw(path, name, analysis.pictures)
     _write(path / f"{name}.json", (json.dumps(analysis.result, indent=1) + "\n").encode())
-    pyplot = _pyplot() if analysis.pictures else None
-    if analysis.pictures and not pyplot:
+    unfinished.unlink()
+    if failed:
+        raise failed
+
+
+def _draw(path, name, pictures):
+    """Write the pictures of an analysis. Return what made one fail, or None."""
+    pyplot = _pyplot() if pictures else None
+    if pictures and not pyplot:
         tqdm.write(f"{path}: no pictures, which need matplotlib (pip install matplotlib)")
-        return
-    for key, draw in analysis.pictures.items():
-        _write(path / f"{name}-{key}.pdf", _as_pdf(pyplot, draw))
+        return None
+    try:
+        for key, draw in pictures.items():
+            _write(path / f"{name}-{key}.pdf", _as_pdf(pyplot, draw))
+    except Exception as error:
+        return error
+    return None
 
 
 def _write(path, content):

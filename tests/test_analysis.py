@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import runpy
 
 import numpy as np
@@ -99,6 +100,44 @@ def test_failed_pictures_lose_nothing(tmp_path):
         runs.keep_analysis(tmp_path, "a", analysis)
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert (tmp_path / "a.npz").exists()
+
+
+class Killed(BaseException):
+    """What stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_an_analysis_killed_while_it_writes_is_repeated(run, monkeypatch, done):
+    """Killed before the array, the picture or the result is there; nothing is left of it."""
+    pytest.importorskip("matplotlib")
+    similarity.main([str(run), "--name", "whole"])
+    written = sorted(path.name.replace("whole", "a") for path in run.glob("whole*"))
+    analysis = runs.Analysis({"x": 1}, {"y": np.ones(2)}, {"layers": lambda plt: plt.figure()})
+    changes, replace = [], os.replace
+
+    def killed(*paths):
+        if len(changes) == done:
+            (run / "a-layers.pdf.7.tmp").touch()
+            raise Killed
+        changes.append(paths)
+        replace(*paths)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", killed)
+        runs.keep_analysis(run, "a", analysis)
+    assert not (run / "a.json").exists()
+    similarity.main([str(run), "--name", "a"])
+    files = sorted(path.name for path in run.glob("a[.-]*"))
+    assert set(written) <= set(files) <= {*written, "a.npz"}
+    with pytest.raises(common.UserError, match="exists already"):
+        runs.check_new(run, "a")
+
+
+def test_a_users_own_file_is_no_analysis(run):
+    """Without the mark of an analysis that was killed."""
+    (run / "a.npz").touch()
+    with pytest.raises(common.UserError, match="a.npz: exists already"):
+        runs.check_new(run, "a")
 
 
 # --- bad run folders
