@@ -82,6 +82,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+for name in ("stdout", "stderr"):  # closed: no file of a run may take their numbers
+    if getattr(sys, name) is None:
+        setattr(sys, name, open(os.devnull, "w"))
 CORES = torch.get_num_threads()  # before a run divides them among its workers
 # of --deterministic; read once, when a process first uses cuBLAS
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -2649,7 +2652,8 @@ def one_line_errors(script, args=None, advice="use a smaller --batch-size or --d
         message, code = "interrupted", 130
         if args and args.out and pathlib.Path(args.out, "config.json").exists():
             message += f"; continue with --out {args.out} --resume"
-    print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # where stderr is a full disk or a closed pipe
+        print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import TINY
 from methods import ROOT
-from runs import start
+from runs import rounds_in, start
 
 
 def test_script_help():
@@ -57,3 +57,23 @@ def test_a_second_interrupt_changes_nothing(tmp_path, monkeypatch, i):
         time.sleep(pause)
         process.send_signal(signal.SIGINT)
     interrupted(process, tmp_path / "run")
+
+
+@pytest.mark.parametrize("closed", [[2], [0, 1, 2]])
+def test_closed_streams(tmp_path, closed):
+    """as of a service: nothing is said, and no file of the run takes the number of stderr."""
+
+    def close():
+        for number in closed:
+            os.close(number)
+
+    argv = [*TINY[:-3], "--device", "cpu", "--local-steps", "1", "--out", str(tmp_path / "run")]
+    assert start("fedavg", *argv, preexec_fn=close).wait(200) == 0
+    assert rounds_in(tmp_path / "run") == 2
+
+
+def test_a_full_stderr(tmp_path):
+    """The mistake is not said, and the exit code stands."""
+    with open("/dev/full", "w") as full:
+        argv = [*TINY, "--clients", "61", "--out", str(tmp_path / "run")]
+        assert start("fedavg", *argv, stderr=full).wait(200) == 2
