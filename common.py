@@ -76,11 +76,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from tqdm import tqdm
+try:  # for seconds; scripts import this file first, so that Ctrl-C is one line from then on
+    import numpy as np
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+    from tqdm import tqdm
+except KeyboardInterrupt:
+    print(f"{pathlib.Path(sys.argv[0]).name}: error: interrupted", file=sys.stderr)
+    raise SystemExit(130) from None
 
 for name in ("stdout", "stderr"):  # closed: no file of a run may take their numbers
     if getattr(sys, name) is None:

@@ -22,10 +22,10 @@ FedAlign paper, Table 5, row FedAlign: 56.9 +- 0.5. Not measured here yet.
         --epochs 20 --drop-last --mu 0.45
 """
 
+import common
+
 import torch.nn as nn
 import torch.nn.functional as F
-
-import common
 
 
 def transmitting_matrix(h_in, h_out):

@@ -21,9 +21,9 @@ FedCKA paper, Table 1, CIFAR-10, row FedCKA. Not measured here yet.
         --augment none --mu 3
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def cka(k_a, k_b):

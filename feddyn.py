@@ -20,10 +20,10 @@ FedMLB paper, Table 1, row FedDyn (CIFAR-100, 100 clients, 5%). Not measured her
         --normalise cifar10 --dyn-alpha 0.1
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 def begin(worker, client):

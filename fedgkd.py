@@ -18,10 +18,10 @@ FedMLB paper, Table 2, row FedGKD (CIFAR-100, 100 clients, 5%). Not measured her
         --normalise cifar10
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 def aggregate(net, received, server, args):

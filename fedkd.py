@@ -17,9 +17,9 @@ FedMLB paper, Table 2, row FedAvg + KD (CIFAR-100, 100 clients, 5%). Not measure
         --normalise cifar10 --gamma 0.2
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def local_update(worker, client, server, args):

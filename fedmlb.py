@@ -21,9 +21,9 @@ FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%). Not measured her
         --normalise cifar10
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def pathway_cuts(net):

@@ -18,10 +18,10 @@ FedMLB paper, Table 2, row FedLS-NTD (CIFAR-100, 100 clients, 5%). Not measured 
         --normalise cifar10 --ntd-beta 0.3
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 def not_true_divergence(out, teacher, y, tau):

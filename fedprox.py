@@ -14,9 +14,9 @@ FedAlign paper, Table 5, row FedProx: 53.1 +- 0.3. Not measured here yet.
         --epochs 20 --drop-last --mu 0.0001
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def local_update(worker, client, server, args):

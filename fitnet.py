@@ -19,9 +19,9 @@ FedMLB paper, Table 2, row FedAvg + FitNet (CIFAR-100, 100 clients, 5%). Not mea
         --normalise cifar10 --gamma 1
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def hint_blocks(net):

@@ -20,10 +20,10 @@ FedAlign paper, Table 5, row GradAug (n = 2): 57.0 +- 0.1. Not measured here yet
 
 import functools
 
+import common
+
 import torch.nn as nn
 import torch.nn.functional as F
-
-import common
 
 MU = {1: 2.0, 2: 1.75, 3: 1.5, 4: 1.25}
 

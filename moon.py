@@ -24,9 +24,9 @@ FedAlign paper, Table 5, row MOON: 55.0 +- 0.5. Not measured here yet.
         --epochs 20 --drop-last --mu 1 --frozen-mode train
 """
 
-import torch.nn.functional as F
-
 import common
+
+import torch.nn.functional as F
 
 
 def contrastive_loss(z, z_glob, z_prev, tau):

@@ -19,10 +19,10 @@ rFedAvg paper, Table I, MNIST, row q-FedAvg, cross-silo, similarity 0%. Not meas
         --weight-decay 0 --drop-last --weighting uniform --q 1
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 @torch.no_grad()

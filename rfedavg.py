@@ -29,10 +29,10 @@ rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%. Not m
         --weighting uniform --variant rfedavg+ --lam 1e-5
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 @torch.no_grad()

@@ -26,10 +26,10 @@ rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%. Not m
 
 import dataclasses
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 @torch.no_grad()

@@ -17,10 +17,10 @@ rFedAvg paper, Fig. 12, CIFAR-10, cross-silo, similarity 0%, sigma 5. Not measur
         --weighting uniform --lam 1e-5 --noise 5 --noise-clip 1
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 @torch.no_grad()

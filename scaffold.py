@@ -23,10 +23,10 @@ FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD. Not measured here yet.
         --epochs 10 --batch-size 128 --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 def effective_steps(steps, momentum, nesterov):

@@ -16,10 +16,10 @@ FedAlign paper, Table 5, row StochDepth: 55.5 +- 0.2. Not measured here yet.
         --epochs 20 --drop-last --keep 0.9 --rule code
 """
 
+import common
+
 import torch
 import torch.nn.functional as F
-
-import common
 
 
 class StochasticResidual(common.Residual):
