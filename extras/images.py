@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import Data, UserError, save
+from common import Data, UserError, load as load_file, save
 
 
 def load(args):
@@ -56,13 +56,15 @@ def load_images(root, train, test, classes, image_size=None, statistics=(None, N
     paths = [path for path, _ in (*train, *test)]
 
     def read():
-        x, x_test = decode_images(paths, _scaling(image_size)).split([len(train), len(test)])
-        y = torch.tensor([label for _, label in train])
-        y_test = torch.tensor([label for _, label in test])
-        return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
+        return {"images": decode_images(paths, _scaling(image_size))}
 
-    tensors = read_cached(root, paths, image_size, read)
-    return Data(**tensors, classes=classes, mean=statistics[0], std=statistics[1])
+    def check(tensors):
+        check_images(tensors["images"], len(paths), image_size)
+
+    x = read_cached(root, paths, image_size, read, check)["images"]
+    y, y_test = (torch.tensor([label for _, label in part]) for part in (train, test))
+    x, x_test = x.split([len(train), len(test)])
+    return Data(x, y, x_test, y_test, classes, *statistics)
 
 
 def _scaling(size):
@@ -74,31 +76,49 @@ def _scaling(size):
     return lambda image: image.resize((size, size), Image.Resampling.BILINEAR)
 
 
-def read_cached(root, paths, key, read):
+def read_cached(root, paths, key, read, check):
     """Return what read() makes of the files at paths, a dict of tensors, and keep it in root.
 
-    The file root/.cache-*.pt is named after key and every file's name, size and time of change, so
-    that it is made again when one of them changes."""
+    The file root/.cache-*.pt is named after key and every file's name, size and time of change, and
+    holds that name too, so that it is made again when one of them changes. So is one that is
+    damaged, or that check(tensors) rejects by an exception."""
     files = []
     for path in paths:
         stat = os.stat(path)
         files.append((os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns))
     digest = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
     cache = root / f".cache-{digest}.pt"
-    if cache.exists():
-        with contextlib.suppress(Exception):  # a damaged cache is made again
-            return torch.load(cache, weights_only=True)
+    if cache.is_file():
+        with contextlib.suppress(Exception):
+            return _checked_cache(load_file(cache, "cache"), digest, check)
     tensors = read()
     try:
         for old in root.glob(".cache-*.pt"):
             old.unlink()
-        save(tensors, cache)
+        save({"name": digest, "tensors": tensors}, cache)
     except OSError as e:
         print(
             f"what was read from {root} is not cached, so the next start reads it again: {e}",
             file=sys.stderr,
         )
     return tensors
+
+
+def _checked_cache(content, digest, check):
+    """Return the tensors of a cache of this name; any exception where it is none."""
+    if content["name"] != digest:
+        raise ValueError("the cache of other files")
+    check(content["tensors"])
+    return content["tensors"]
+
+
+def check_images(x, count, size=None):
+    """Raise ValueError unless x, (count, 1 or 3, height, width) uint8, is of images of that size.
+
+    size: pixels of a side, None for any."""
+    sides = (size, size) if size else tuple(x.shape[2:])
+    if x.dtype != torch.uint8 or tuple(x.shape) not in [(count, c, *sides) for c in (1, 3)]:
+        raise ValueError("not these images")
 
 
 def read_text(path):

@@ -11,7 +11,14 @@ from tqdm import tqdm
 
 import common
 from common import UserError
-from extras.images import decode_images, load_images, open_image, read_cached, read_text
+from extras.images import (
+    check_images,
+    decode_images,
+    load_images,
+    open_image,
+    read_cached,
+    read_text,
+)
 
 
 def load(args):
@@ -95,10 +102,13 @@ def imagenet_200(root, image_size=224):
     def read():
         return {"x_test": decode_images(paths, lambda i: _centre(i, image_size), "RGB")}
 
+    def check(tensors):
+        check_images(tensors["x_test"], len(paths), image_size)
+
     return common.Data(
         torch.empty(0, 3, image_size, image_size, dtype=torch.uint8),
         torch.tensor([label for _, label in train]),
-        read_cached(root, paths, image_size, read)["x_test"],
+        read_cached(root, paths, image_size, read, check)["x_test"],
         torch.tensor([label for _, label in test]),
         classes,
         *common.STATISTICS["imagenet-200"],
@@ -227,13 +237,23 @@ def femnist(root):
         return {name: torch.from_numpy(v) for name, v in zip(names, arrays)}
 
     if root.is_dir():
-        fields = read_cached(root, sorted(root.glob("t*/*.json")), None, read)
+        fields = read_cached(root, sorted(root.glob("t*/*.json")), None, read, _check_characters)
     else:
         fields = read()
     for name in ("writers", "writers_test"):
         fields[name] = fields[name].numpy()
     mean, std = common.STATISTICS["femnist"]
     return common.Data(**fields, classes=62, mean=mean, std=std)
+
+
+def _check_characters(tensors):
+    """Raise ValueError unless tensors are what femnist() reads."""
+    for part in ("", "_test"):
+        x, y, writers = (tensors[name + part] for name in ("x", "y", "writers"))
+        check_images(x, len(y), 28)
+        of_one_kind = y.dtype == writers.dtype == torch.int64 and y.shape == writers.shape
+        if not of_one_kind or x.shape[1] != 1 or not 0 <= y.min() <= y.max() < 62:
+            raise ValueError("not FEMNIST")
 
 
 def _characters(x, y):
