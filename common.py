@@ -178,6 +178,7 @@ def begin(args, folder, data, make_net):
     tests = None
     if args.client_test:
         tests = extra("partitions", "--client-test").client_test_indices(data, parts, args)
+    folder.know_data(data_digests(data, parts + (tests or [])))
     data = data.to(device)
     net = make_net(data)
     steps = most_steps(parts, net, args)
@@ -1614,6 +1615,40 @@ def pixel_statistics(x):
     return mean, variance.clamp(min=1e-6).sqrt()
 
 
+def data_digests(data, parts):
+    """Return the checksums by which a resumed run knows its data, {what: eight digits}.
+
+    data: a Data; parts: the clients' indices. Of images on disk the names count, and the sizes of
+    64 files."""
+    files = data.paths or []
+    names = [pathlib.PurePath(path).parts[-3:] for path in files]
+    sizes = [os.path.getsize(path) for path in files[:: len(files) // 64 or 1]]
+    more = [data.words, names, sizes]
+    if data.mean is not None:  # rounded, as another machine may multiply floats otherwise
+        more += torch.cat([data.mean, data.std]).flatten().double().round(decimals=4).tolist()
+    lengths = torch.tensor([len(part) for part in parts])
+    return {
+        "labels": checksum([data.y, data.y_test], data.classes),
+        "samples": checksum([data.x, data.x_test], more),
+        "partition": checksum([lengths, torch.from_numpy(np.concatenate(parts))]),
+    }
+
+
+def checksum(tensors, more=None):
+    """Return a checksum of tensors and of more, a plain value, as eight hexadecimal digits.
+
+    Words that lie far apart are added up first, since a CRC of all takes several times as long."""
+    crc = zlib.crc32(repr(more).encode())
+    for tensor in tensors:
+        crc = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        count = len(content) // (127 * 8)
+        words, rest = np.split(content, [127 * 8 * count])
+        crc = zlib.crc32(words.view(np.int64).reshape(127, count).sum(0), crc)
+        crc = zlib.crc32(rest, crc)
+    return f"{crc:08x}"
+
+
 def load_data(args):
     """Return the data set that args.dataset names, on the CPU.
 
@@ -2377,6 +2412,7 @@ class RunFolder:
     def __init__(self, args):
         self.args, self.out, self.script = args, pathlib.Path(args.out), args.script
         self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
+        self.digests = None  # of the data
         self.rows, self.size = [], 0  # of metrics.jsonl, and its bytes
         self.changed = set()  # clients whose state is not saved
         self.versions = {}  # {client: round of its saved state}
@@ -2437,6 +2473,19 @@ class RunFolder:
         if self.lock is not None:
             os.close(self.lock)
 
+    def know_data(self, digests):
+        """Keep the digests of the run's data. UserError where a resumed run began with others."""
+        self.digests = digests
+        began = self.config.get("data", digests) if self.config else digests
+        for what, digest in digests.items():
+            if not isinstance(began, dict) or began.get(what) != digest:
+                if what == "partition":
+                    what = f"clients' shares (--partition {self.args.partition})"
+                raise UserError(
+                    f"--resume: the {what} of the data are not those that the run in {self.out} "
+                    "began with; put them back, or start a new run with another --out"
+                )
+
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
         versions = {"torch": torch.__version__, "numpy": np.__version__}
@@ -2451,6 +2500,7 @@ class RunFolder:
             "device": hardware(self.args.device),
             "versions": {"python": platform.python_version(), **versions},
             "commit": commit(),
+            "data": self.digests,
         }
         self.write_config()
 
