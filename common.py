@@ -1680,6 +1680,14 @@ def _read_data(args):
     return _torchvision(args.dataset, root)
 
 
+def file_status(path):
+    """Return a file's os.stat(); UserError for a pipe or a device, of which no read may end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{path}: not a regular file")
+    return status
+
+
 def _with_statistics(data, normalise):
     """Return data with the mean and std that --normalise, half or cifar10, asks for."""
     channels = data.x.shape[1]
@@ -1695,6 +1703,9 @@ def _torchvision(name, root):
     """Return CIFAR or (E)MNIST as torchvision reads it, downloaded into root where missing."""
     from torchvision import datasets
 
+    folders = {"cifar100": "cifar-100-python", "cifar10": "cifar-10-batches-py"}
+    for path in (root / folders.get(name, name.upper())).rglob("*"):
+        file_status(path)
     kind = {
         "cifar100": datasets.CIFAR100,
         "cifar10": datasets.CIFAR10,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import Data, UserError, load as load_file, save
+from common import Data, UserError, file_status, load as load_file, save
 
 
 def load(args):
@@ -36,6 +36,7 @@ def folder(root, image_size=None):
                 "--dataset folder reads train/CLASS/* and test/CLASS/*"
             )
         try:
+            _refuse_loops(paths[0])
             parts.append(ImageFolder(paths[0]))
         except OSError as e:
             raise UserError(f"--data-dir {root}: {e}") from None
@@ -47,6 +48,24 @@ def folder(root, image_size=None):
             f"class {names[0]!r} is in one of them only"
         )
     return load_images(root, train.samples, test.samples, len(train.classes), image_size)
+
+
+def _refuse_loops(top):
+    """Raise UserError for a link to a folder around it, which would repeat images many times.
+
+    OSError for a folder that cannot be read, which ImageFolder would pass over."""
+
+    def stop(error):
+        raise error
+
+    for folder, names, _ in os.walk(top, followlinks=True, onerror=stop):
+        for path in (os.path.join(folder, name) for name in names):
+            if not os.path.islink(path):
+                continue
+            target, inside = pathlib.Path(path).resolve(), pathlib.Path(folder)
+            around = [inside, *inside.parents[: len(inside.relative_to(top).parts)]]
+            if any(place.resolve().is_relative_to(target) for place in around):
+                raise UserError(f"{path}: a link to a folder that holds it")
 
 
 def load_images(root, train, test, classes, image_size=None, statistics=(None, None)):
@@ -84,8 +103,8 @@ def read_cached(root, paths, key, read, check):
     damaged, or that check(tensors) rejects by an exception."""
     files = []
     for path in paths:
-        stat = os.stat(path)
-        files.append((os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns))
+        status = file_status(path)
+        files.append((os.path.relpath(path, root), status.st_size, status.st_mtime_ns))
     digest = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
     cache = root / f".cache-{digest}.pt"
     if cache.is_file():
@@ -123,6 +142,7 @@ def check_images(x, count, size=None):
 
 def read_text(path):
     """Return the text of a UTF-8 file; UserError names the line of a byte that is not UTF-8."""
+    file_status(path)
     raw = path.read_bytes()
     try:
         return raw.decode()
@@ -136,14 +156,23 @@ def _image_file(path):
     from PIL import Image
 
     try:
+        file_status(path)
         with Image.open(path) as image:
-            if image.mode[0] in "IF":
+            if _is_deep(image):
                 raise UserError(f"{path}: pixels of more than 8 bits, which would be cut off")
             yield image
     except UserError:
         raise
     except Exception as e:  # Pillow raises many kinds for a damaged file
         raise UserError(f"{path}: not a readable image ({e})") from None
+
+
+def _is_deep(image):
+    """Return whether a Pillow image has more than 8 bits a channel, as its decoder is told.
+
+    Those in colour come as 8 bits without a word."""
+    maximum = image.tile[0][3][1] if image.tile and image.tile[0][0].startswith("ppm") else 255
+    return image.mode[0] in "IF" or ";16" in str(image.tile) or maximum > 255
 
 
 def open_image(path, mode):

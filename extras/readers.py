@@ -287,7 +287,7 @@ def _leaf_part(folder, read, advice):
     for path, user, x, y in _shards(folder, advice):
         try:
             x, y = read(x, y)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, OverflowError) as e:
             raise UserError(f"{path}: user {user!r}: {e}") from None
         xs.append(x)
         ys.append(y)
@@ -299,7 +299,7 @@ def _leaf_part(folder, read, advice):
 
 def _shards(folder, advice):
     """Yield (path, user, x, y) of each user in the shards folder/*.json; x, y: lists."""
-    paths = sorted(folder.glob("*.json"))
+    paths, seen = sorted(folder.glob("*.json")), {}
     if not paths:
         raise UserError(f"{folder}: no *.json in it; {advice}")
     for path in tqdm(paths, f"reading {folder}", leave=False, disable=None):
@@ -315,6 +315,9 @@ def _shards(folder, advice):
                 f"x and y of each user ({type(e).__name__}: {e})"
             ) from None
         for user, sample, size, count in itertools.zip_longest(users, samples, sizes, counts):
+            if user in seen:
+                raise UserError(f"{path}: user {user!r} is listed twice, in {seen[user]} first")
+            seen[user] = path.name
             if size != (count, count):
                 raise UserError(
                     f"{path}: user {user!r} has {size} x and y where num_samples says {count}"
@@ -331,5 +334,5 @@ def _parse(path):
         raise UserError(
             f"{path}, line {e.lineno}, column {e.colno}: damaged or cut short ({e.msg})"
         ) from None
-    except RecursionError:
-        raise UserError(f"{path}, line 1: not a shard of LEAF") from None
+    except (ValueError, RecursionError) as e:  # thousands of digits or of brackets
+        raise UserError(f"{path}: not a shard of LEAF ({e})") from None

@@ -84,6 +84,7 @@ def _read_csv(path):
 
     Its columns are polarity (0 or 4), id, date, query, user and text."""
     y, text, users = [], [], []
+    common.file_status(path)
     # as published, with stray bytes of other encodings
     with open(path, encoding="latin-1", newline="") as f:
         rows = csv.reader(f, strict=True)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -68,6 +69,26 @@ def break_a_byte(path):
     path.write_bytes(path.read_bytes().replace(b'", "f01', b'",\n "\xff01', 1))
 
 
+def repeat_a_user(path):
+    """List a user with all of its data twice."""
+    shard = json.loads(path.read_text())
+    shard["users"].append(shard["users"][1])
+    shard["num_samples"].append(shard["num_samples"][1])
+    path.write_text(json.dumps(shard))
+
+
+def nested(depth, count):
+    """Return count lists that are nested so deep."""
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return [value] * count
+
+
+def put_a_number_of_digits(path):
+    path.write_text(path.read_text().replace("[12, ", f"[{'9' * 5000}, ", 1))
+
+
 DAMAGED_SHARDS = [
     (cut, ["line 1, column", "cut short"]),
     (break_a_byte, ["line 2", "UTF-8"]),
@@ -84,6 +105,11 @@ DAMAGED_SHARDS = [
     (edit(lambda shard, data, user: shard["num_samples"].pop()), ["num_samples"]),
     (edit(lambda shard, data, user: data["x"][0].__setitem__(5, 255)), ["f01_3", "0 to 1"]),
     (lambda path: path.unlink(), ["no *.json", "LEAF", "femnist"]),
+    (repeat_a_user, ["f01_3", "listed twice", "all_data_0_train.json"]),
+    (edit(lambda shard, data, user: data["y"].__setitem__(0, 10**4000)), ["f01_3"]),
+    (edit(lambda shard, data, user: data["x"][0].__setitem__(0, 10**4000)), ["f01_3"]),
+    (edit(lambda shard, data, user: data.update(x=nested(60, 3))), ["f01_3"]),
+    (put_a_number_of_digits, ["all_data_0_train.json", "4300 digits"]),
 ]
 
 
@@ -96,6 +122,14 @@ def test_damaged_shards(tmp_path, capsys, damage, words):
     damage(path)
     where = path if path.exists() and "no samples" not in words else folder
     refused(capsys, ["--dataset", "femnist", "--data-dir", str(tmp_path)], str(where), *words)
+
+
+def test_a_user_in_two_shards(tmp_path, capsys):
+    make_femnist(tmp_path)
+    folder = tmp_path / "femnist" / "train"
+    shutil.copy(folder / "all_data_1_train.json", folder / "copy.json")
+    words = ["copy.json", "f04_5", "twice", "all_data_1_train.json"]
+    refused(capsys, ["--dataset", "femnist", "--data-dir", str(tmp_path)], *words)
 
 
 @pytest.mark.parametrize(
