@@ -138,6 +138,8 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
         args.out = args.out or default_out(args)
         with contextlib.closing(RunFolder(args)) as folder:
             folder.take()
+            if data is None and not args.resume:
+                check_before_data(args, adapt, net)
             make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
             return train(begin(args, folder, data, make_net), method)
 
@@ -190,6 +192,42 @@ def begin(args, folder, data, make_net):
     else:
         folder.create(workers, threads)
     return fed
+
+
+def check_before_data(args, adapt, net):
+    """Raise UserError for what no data set of the name that args give can mend.
+
+    adapt, net: as of run(). The network is built for a stand-in of the data set's shape, where that
+    is known; else one that suits all networks."""
+    if args.partition in NATURAL and args.dataset not in WRITERS:
+        raise UserError(no_writers(args))
+    if args.partition not in ("dirichlet", "iid") or args.client_test:
+        flag = "--client-test" if args.client_test else f"--partition {args.partition}"
+        partitions = extra("partitions", flag)
+        if args.partition == "file":
+            partitions.read_split(args.split_file, args.clients)
+    if args.server != "avg":
+        extra("servers", f"--server {args.server}")
+    if args.dataset in EXTRA_DATASETS:
+        extra(EXTRA_DATASETS[args.dataset], f"--dataset {args.dataset}")
+    check_widths(args)
+    classes, channels, size = SHAPES.get(args.dataset, (2, 3, 64))
+    check_normalise(args.normalise, channels)
+    size = args.image_size or size
+    words = ["word"] if args.dataset == "sent140" else None
+    x, y = torch.empty(0, channels, size, size), torch.empty(0)
+    data = argparse.Namespace(x=x, y=y, classes=classes, words=words)
+    args = argparse.Namespace(**vars(args))
+    args.vectors = "random"  # of 300 numbers: reading a file of them takes long
+    net = prepare_net(data, args, adapt, net)
+    most_steps([range(max(2, args.batch_size))], net, args)
+
+
+def check_widths(args):
+    """Raise UserError where a method trains narrow sub-networks that the network does not have."""
+    width = {"fedalign": "width", "gradaug": "min_width"}.get(args.script)
+    if width and getattr(args, width) < 1 and args.mu and args.model in WITHOUT_WIDTHS:
+        raise UserError(f"--model {args.model}: has no narrow sub-network; use another")
 
 
 def prepare_net(data, args, adapt=None, net=None):
@@ -1191,6 +1229,14 @@ def partition(data, args):
     return parts
 
 
+def no_writers(args):
+    """Return the message for data whose samples have no writers."""
+    return (
+        f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
+        f"sample; {', '.join(WRITERS[:-1])} and {WRITERS[-1]} do"
+    )
+
+
 def _split(data, args):
     """Return the parts of the partition that args.partition names."""
     labels, clients, seed = data.y.numpy(), args.clients, args.data_seed
@@ -1378,6 +1424,8 @@ NETS = {  # name: a function of (channels, size) that returns blocks and the wid
 # of extras/backbones.py and extras/text.py
 EXTRA_NETS = {name: "backbones" for name in ("vgg9", "mobilenet", "shufflenet", "squeezenet")}
 EXTRA_NETS["lstm"] = "text"
+# whose groups, concatenations and gates have no narrow sub-networks
+WITHOUT_WIDTHS = ("mobilenet", "shufflenet", "squeezenet", "lstm")
 
 
 def build_net(name, classes, channels=3, size=32, projection=0):
@@ -1499,6 +1547,17 @@ STATISTICS = {  # mean and standard deviation per channel, pixels in [0, 1]
     "imagenet-200": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "tiny-imagenet": ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
 }
+SHAPES = {  # classes, channels and pixels of a side of the images of data sets
+    "cifar100": (100, 3, 32),
+    "cifar10": (10, 3, 32),
+    "mnist": (10, 1, 28),
+    "emnist": (62, 1, 28),
+    "femnist": (62, 1, 28),
+    "glyphs": (62, 3, 32),
+    "tiny-imagenet": (200, 3, 64),
+    "imagenet-200": (200, 3, 224),
+}
+WRITERS = ("femnist", "sent140", "glyphs")  # data sets that say who made each sample
 EXTRA_DATASETS = {  # data sets read by extras/FILE.py
     "folder": "images",
     "femnist": "readers",
@@ -1688,13 +1747,18 @@ def file_status(path):
     return status
 
 
+def check_normalise(normalise, channels):
+    """Raise UserError where --normalise is for images of other channels."""
+    if normalise == "cifar10" and channels != 3:
+        raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
+
+
 def _with_statistics(data, normalise):
     """Return data with the mean and std that --normalise, half or cifar10, asks for."""
     channels = data.x.shape[1]
     if normalise == "half":
         return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
-    if channels != 3:
-        raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
+    check_normalise(normalise, channels)
     mean, std = STATISTICS["cifar10"]
     return dataclasses.replace(data, mean=mean, std=std)
 

@@ -21,10 +21,7 @@ def split(data, args):
     if args.partition == "file":
         return file_partition(args.split_file, len(data.y), args.clients)
     if data.writers is None:
-        raise UserError(
-            f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
-            "sample; femnist, sent140 and glyphs do"
-        )
+        raise UserError(common.no_writers(args))
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
     return deal(data.writers, args.clients, args.data_seed, args.users)
 
@@ -112,16 +109,25 @@ def file_partition(path, samples, clients):
 
     The file holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
     (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client."""
+    parts = read_split(path, clients)
+    try:
+        _check_split(parts, samples)
+    except ValueError as e:
+        raise UserError(f"--split-file {path}: {e}") from None
+    return [np.array(part, np.int64) for part in parts]
+
+
+def read_split(path, clients):
+    """Return the lists of a split file; UserError unless it has one for each of the clients."""
     try:
         parts = _read_split(path)
         if len(parts) != clients:
             raise ValueError(
                 f"has {len(parts)} clients, not {clients}; pass --clients {len(parts)}"
             )
-        _check_split(parts, samples)
     except ValueError as e:
         raise UserError(f"--split-file {path}: {e}") from None
-    return [np.array(part, np.int64) for part in parts]
+    return parts
 
 
 def _read_split(path):
