@@ -2001,7 +2001,7 @@ class PlainParser(argparse.ArgumentParser):
         super().__init__(description=doc, allow_abbrev=False, **options)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 class Parser(PlainParser):
@@ -2047,6 +2047,9 @@ def check_flags(args):
         if mistaken:
             raise UserError(f"argument --{message}")
 
+    growth = (args.rounds - 1) * math.log(args.lr_decay)
+    overflows = growth > 0 and math.log(args.lr) + growth > 709
+    refuse(overflows, "lr-decay: in the last of the --rounds the learning rate overflows")
     text, lstm, split = args.dataset == "sent140", args.model == "lstm", args.partition == "file"
     plain = args.augment in ("auto", "none")
     refuse(split and not args.split_file, "split-file: needed by --partition file")
@@ -2190,7 +2193,9 @@ def add_data_flags(add):
         help="glyphs are drawn on the fly",
     )
     add("--data-dir", default="data", help="where data sets are, or the folder of --dataset folder")
-    add("--image-size", type=number(int, 8), metavar="PIXELS", help="resize images to squares")
+    add(
+        "--image-size", type=number(int, 8, 4096), metavar="PIXELS", help="resize images to squares"
+    )
     add("--normalise", default="dataset", choices=scales, help="mean and deviation of pixels")
     add("--augment", type=augmentation, default="auto", metavar="LIST", help=AUGMENT_HELP)
     add("--partition", default="dirichlet", choices=splits, help="of training samples to clients")
@@ -2221,7 +2226,12 @@ def add_federation_flags(add):
     add("--server-lr", type=POSITIVE, help="its learning rate (default: 1, of adam 0.01)")
     add("--server-momentum", type=number(float, 0, 1), help="its momentum, or beta1 (0.4, 0.9)")
     add("--server-beta2", type=number(float, 0, 1), default=0.99, help="beta2 of adam")
-    add("--server-tau", type=POSITIVE, default=1e-3, help="tau of adam, added to the root of v")
+    add(
+        "--server-tau",
+        type=number(float, 0, 1e18, open_low=True),
+        default=1e-3,
+        help="tau of adam, added to the root of v",
+    )
 
 
 def add_training_flags(add):

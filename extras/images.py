@@ -5,6 +5,7 @@ import hashlib
 import os
 import pathlib
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -197,6 +198,7 @@ def decode_images(paths, resize=None, mode=None):
         image = open_image(path, mode)
         return resize(image) if resize else image
 
+    warnings.filterwarnings("ignore", module="PIL")  # of large images, odd palettes and the like
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         mode = mode or ("RGB" if "RGB" in pool.map(_image_mode, paths) else "L")
     first = read(paths[0])

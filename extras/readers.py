@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import warnings
 
 import numpy as np
 import torch
@@ -186,6 +187,7 @@ class _Files(torch.utils.data.Dataset):
 
     def __getitem__(self, item):
         index, seed = item
+        warnings.filterwarnings("ignore", module="PIL")
         try:
             image = open_image(self.paths[index], "RGB")
         except UserError as e:

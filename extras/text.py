@@ -221,7 +221,8 @@ def _vector_lines(path, words):
                     )
                 if word not in words:
                     continue
-                numbers = np.array(numbers, np.float32)
+                with np.errstate(over="ignore"):  # of 1e39, which is not finite then
+                    numbers = np.array(numbers, np.float32)
                 if not np.isfinite(numbers).all():
                     raise ValueError("a number is not finite")
             except ValueError as e:  # of decoding too

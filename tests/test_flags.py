@@ -10,6 +10,7 @@ from PIL import Image
 
 import common
 import fedavg
+import gradaug
 
 
 def parsed(words):
@@ -122,12 +123,30 @@ def test_device_is_auto_by_default(monkeypatch):
         ("--dataset folder --data-dir /nonexistent", ["/nonexistent", "train"]),
         ("--image-size 10", ["--image-size"]),
         ("--model resnet56 --partition iid --clients 600", ["single sample"]),
+        ("--image-size 2147483647", ["--image-size", "at most 4096"]),
+        ("--server adam --server-tau 1e308", ["--server-tau", "at most 1e+18"]),
+        ("--lr-decay 1e308 --rounds 3", ["--lr-decay", "--rounds", "overflows"]),
     ],
 )
 def test_bad_flags(tmp_path, capsys, argv, words):
     out = tmp_path / "run"
     refused(capsys, fedavg, [*TINY, "--out", out, *argv.split()], *words)
     assert not out.exists()
+
+
+def test_large_resolutions(capsys):
+    argv = [*TINY, "--resolutions", "16,2147483647"]
+    refused(capsys, gradaug, argv, "--resolutions", "at most 4096")
+
+
+@pytest.mark.parametrize("argv", [["a\nb"], ["--only\nb", "c"], ["--lr", "a\nb"]])
+def test_a_newline_in_a_word(capsys, argv):
+    refused(capsys, fedavg, [*TINY, *argv], " ".join(argv[0].split()))
+
+
+def test_learning_rates_of_all_rounds_are_finite():
+    assert parsed("--lr 1 --lr-decay 10 --rounds 39").lr_decay == 10
+    assert parsed("--lr-decay 1e-300 --rounds 100000").rounds == 100000
 
 
 def test_resume_needs_a_folder(capsys):

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -12,6 +13,7 @@ from conftest import TINY, make_folder, refused
 from PIL import Image
 from support import make_femnist, make_imagenet, make_sent140, make_tiny_imagenet, text_flags
 
+import common
 import fedavg
 from extras import images
 
@@ -73,6 +75,20 @@ def test_formats_of_8_bits_are_read(tmp_path):
         Image.new("RGB", (4, 4)).save(root / "train" / "ape" / f"a.{form}")
     (root / "train" / "ape" / "b.ppm").write_bytes(b"P6\n4 4\n100\n" + bytes(48))
     assert len(images.folder(root).x) == 12
+
+
+def test_pillow_does_not_warn(tmp_path, monkeypatch):
+    """Of an image of over 89 million pixels, twice as many of which are an error."""
+    root = make_folder(tmp_path / "images", (32, 32))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert len(images.folder(root).x) == 6
+    assert found == []
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    (root / "train/ape/1.png").touch()
+    with pytest.raises(common.UserError, match="not a readable image .*decompression bomb"):
+        images.folder(root)
 
 
 # --- links

@@ -192,12 +192,14 @@ def test_word_vectors(tmp_path):
         (b"glad 1 2\nsad x 2\n", ["line 2", "x"]),
         (b"glad 1 2\ns\xff 1 2\n", ["line 2", "utf-8"]),
         (b"glad 1 2\nsad nan 1\n", ["line 2", "finite"]),
+        (b"glad 1 2\nsad 1e39 1\n", ["line 2", "finite"]),
         (b"qqq 1 2\n", ["none of"]),
         (b"", ["none of"]),
         (b"glad\n", ["line 1"]),
         (None, ["no such file"]),
     ],
 )
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damaged_vectors(tmp_path, capsys, content, words):
     make_sent140(tmp_path)
     path = tmp_path / "glove.txt"
