@@ -15,6 +15,9 @@ from tqdm import tqdm
 from common import Data, UserError, file_status, load as load_file, save
 
 
+CACHE = ".cache-" + "[0-9a-f]" * 16  # the names of caches
+
+
 def load(args):
     """Return the data set of --dataset folder."""
     return folder(pathlib.Path(args.data_dir), args.image_size)
@@ -108,12 +111,13 @@ def read_cached(root, paths, key, read, check):
         files.append((os.path.relpath(path, root), status.st_size, status.st_mtime_ns))
     digest = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
     cache = root / f".cache-{digest}.pt"
+    _remove_leftovers(root)
     if cache.is_file():
         with contextlib.suppress(Exception):
             return _checked_cache(load_file(cache, "cache"), digest, check)
     tensors = read()
     try:
-        for old in root.glob(".cache-*.pt"):
+        for old in root.glob(f"{CACHE}.pt"):
             old.unlink()
         save({"name": digest, "tensors": tensors}, cache)
     except OSError as e:
@@ -122,6 +126,20 @@ def read_cached(root, paths, key, read, check):
             file=sys.stderr,
         )
     return tensors
+
+
+def _remove_leftovers(root):
+    """Remove from root what killed writers of caches have left, each as large as the data set."""
+    for path in root.glob(f"{CACHE}.pt.*.tmp"):
+        writer = path.name.split(".")[-2]
+        if not writer.isdecimal() or os.name != "posix":
+            continue
+        try:
+            os.kill(int(writer), 0)  # only asks whether there is such a process
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (OSError, OverflowError):
+            pass
 
 
 def _checked_cache(content, digest, check):

@@ -1,5 +1,9 @@
 """What is kept of decoded data sets: nothing that is damaged or of other files is read."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import make_folder
@@ -18,8 +22,7 @@ def folder(tmp_path):
 
 
 def cache_of(root):
-    (path,) = root.glob(".cache-*.pt")
-    return path
+    return next(path for path in root.glob(".cache-*.pt") if "mine" not in path.name)
 
 
 def change(root, edit):
@@ -58,6 +61,27 @@ def test_the_cache_of_other_files_is_made_again(folder, tmp_path):
     content["tensors"]["images"].zero_()
     common.save(content, cache_of(folder))
     assert torch.equal(images.folder(folder).x, expected)
+
+
+def test_leftovers_of_kills_are_removed(folder):
+    """Where a cache is read and where it is made; of nobody else's files."""
+    name = cache_of(folder).name
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kept = [".cache-mine.pt", ".cache-mine.pt.1.tmp", "x.tmp", f"{name}.{os.getppid()}.tmp"]
+    kept += [f"{name}.{'9' * 30}.tmp", f"{name}.tmp"]
+    for file in kept:
+        (folder / file).write_text("kept")
+    for size in (None, 8):
+        leftovers = [
+            folder / f"{old}.{ended.pid}.tmp" for old in (name, ".cache-0123456789abcdef.pt")
+        ]
+        for path in leftovers:
+            path.write_bytes(b"cut")
+        images.folder(folder, size)
+        assert not any(path.exists() for path in leftovers)
+        assert all((folder / file).read_text() == "kept" for file in kept)
+    assert not (folder / name).exists()  # another size has taken its place
 
 
 WRONG_CHARACTERS = {
