@@ -1989,8 +1989,19 @@ FREE_ON_RESUME = set("rounds out resume quiet data_dir checkpoint_every save_cli
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30, width=100)
+
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        plain = action.default is None or action.default is False
+        text = action.help if plain else super()._get_help_string(action)
+        return f"{', '.join(action.choices)}: {text}" if action.choices else text
+
+    def _metavar_formatter(self, action, default):
+        if action.option_strings:
+            default = "N" if action.type else "NAME"
+        name = action.metavar or default
+        return lambda count: (name,) * count
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -2001,6 +2012,11 @@ class PlainParser(argparse.ArgumentParser):
         super().__init__(description=doc, allow_abbrev=False, **options)
 
     def error(self, message):
+        unknown = re.match(r"unrecognized arguments: --([^ =]+)", message)
+        if unknown:
+            with contextlib.suppress(ModuleNotFoundError):  # where extras/ was not copied
+                suggestion = importlib.import_module("extras.spellings").suggestion
+                message += suggestion(unknown[1], self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
@@ -2013,6 +2029,7 @@ class Parser(PlainParser):
     def __init__(self, doc, script, **options):
         self.script = pathlib.Path(script).stem
         super().__init__(doc, prog=f"{self.script}.py", **options)
+        self._optionals.title = "flags of this script"
 
     def parse_args(self, argv=None):
         words = [canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -2108,7 +2125,7 @@ def canonical(word):
 
 def number(kind, low, high=None, open_low=False):
     """Return an argparse type: an int or a finite float in [low, high], or (low, high]."""
-    top = high or (2**31 - 1 if kind is int else sys.float_info.max)
+    top = high or (2**31 - 1 if kind is int else torch.finfo(torch.float32).max)
 
     def parse(text):
         try:
@@ -2165,9 +2182,10 @@ def flags(doc, script):
     """Return the parser of the shared flags, whose defaults are FedAlign's main setting.
 
     doc: the script's docstring, which opens --help; script: its __file__, or a name for the run."""
-    spellings = ", ".join(f"--{a} is --{b}" for a, b in ALIASES.items())
-    note = f"Other spellings: {spellings}; _ and - are interchangeable in flags."
+    spellings = [f"  --{f}: --{w.replace(' ', ', --')}\n" for f, w in SPELLINGS.items()]
+    note = f"other spellings, where _ and - are the same:\n{''.join(spellings)}"
     parser = Parser(doc, script, epilog=note)
+    parser._optionals.title = "flags of this script"
     add_data_flags(parser.add_argument_group("data and partition").add_argument)
     add_federation_flags(parser.add_argument_group("model and federation").add_argument)
     add_training_flags(parser.add_argument_group("local training").add_argument)
@@ -2190,13 +2208,13 @@ def add_data_flags(add):
         "--dataset",
         default="cifar100",
         choices=[*DATASETS, "folder", "glyphs"],
-        help="glyphs are drawn on the fly",
+        help="glyphs are drawn",
     )
-    add("--data-dir", default="data", help="where data sets are, or the folder of --dataset folder")
+    add("--data-dir", default="data", metavar="DIR", help="where data sets are, or that of folder")
     add(
         "--image-size", type=number(int, 8, 4096), metavar="PIXELS", help="resize images to squares"
     )
-    add("--normalise", default="dataset", choices=scales, help="mean and deviation of pixels")
+    add("--normalise", default="dataset", choices=scales, help="scale of pixels")
     add("--augment", type=augmentation, default="auto", metavar="LIST", help=AUGMENT_HELP)
     add("--partition", default="dirichlet", choices=splits, help="of training samples to clients")
     add("--alpha", type=POSITIVE, default=0.5, help="of Dirichlet; smaller is more non-IID")
@@ -2258,7 +2276,13 @@ def add_machine_flags(add):
     """Add the flags of the machine and of the run folder, most of which decide no result."""
     precisions = ["fp32", "tf32", "bf16"]
     add("--seed", type=SEED, default=0, help="of weights, client sampling, batches, augmentation")
-    add("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:N")
+    add(
+        "--device",
+        type=device_name,
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N",
+    )
     add("--workers", type=worker_count, default="auto", help="clients trained at once")
     add("--precision", choices=precisions, help="of networks (tf32 on a GPU); losses are in fp32")
     add("--graph", action=ON_OFF, default=True, help="on a GPU, replay steps as CUDA graphs")

@@ -9,8 +9,12 @@ from conftest import TINY, flags, make_folder, refused
 from PIL import Image
 
 import common
+import fedalign
 import fedavg
+import fedprox
 import gradaug
+from analysis import partition
+from extras import spellings
 
 
 def parsed(words):
@@ -103,6 +107,7 @@ def test_device_is_auto_by_default(monkeypatch):
         ("--rounds 2.5", ["--rounds", "integer"]),
         ("--dataset cifar11", ["--dataset", "cifar11", "glyphs"]),
         ("--lr inf", ["--lr"]),
+        ("--lr 1e39", ["--lr", "at most 3.4"]),
         ("--augment crop,spin", ["--augment", "rotateDEGREES"]),
         ("--workers many", ["--workers"]),
         ("--nonsense", ["--nonsense"]),
@@ -125,7 +130,7 @@ def test_device_is_auto_by_default(monkeypatch):
         ("--model resnet56 --partition iid --clients 600", ["single sample"]),
         ("--image-size 2147483647", ["--image-size", "at most 4096"]),
         ("--server adam --server-tau 1e308", ["--server-tau", "at most 1e+18"]),
-        ("--lr-decay 1e308 --rounds 3", ["--lr-decay", "--rounds", "overflows"]),
+        ("--lr-decay 1e38 --rounds 11", ["--lr-decay", "--rounds", "overflows"]),
     ],
 )
 def test_bad_flags(tmp_path, capsys, argv, words):
@@ -221,3 +226,64 @@ def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(datasets, "CIFAR100", offline)
     argv = [*TINY, "--dataset", "cifar100", "--out", tmp_path / "run"]
     refused(capsys, fedavg, argv, "cifar100", "downloaded", "folder")
+
+
+MEANT = [
+    ("--learning-rate 0.1", "--lr"),
+    ("--learning_rate=0.1", "--lr"),
+    ("--gpu 0", "--device"),
+    ("--num_clients 10", "--clients"),
+    ("--datadir x", "--data-dir"),
+    ("--local_epoch 5", "--epochs"),
+    ("--bs 5", "--batch-size"),
+    ("--frac 0.1", "--sample"),
+    ("--arch cnn", "--model"),
+    ("--global_rounds 5", "--rounds"),
+    ("--client 5", "--clients"),
+    ("--dirichlet_alpah 5", "--alpha"),
+    ("--mu_prox 5", "--mu"),
+]
+
+
+@pytest.mark.parametrize("argv, meant", MEANT)
+def test_unknown_flags_suggest_the_nearest(capsys, argv, meant):
+    word = argv.split()[0].replace("_", "-")
+    refused(capsys, fedprox, argv.split(), f"arguments: {word}", f"did you mean {meant}?")
+
+
+def test_nothing_is_suggested_where_nothing_is_near(capsys):
+    with pytest.raises(SystemExit):
+        fedavg.main(["--xyzzy", "a"])
+    assert capsys.readouterr().err == "fedavg.py: error: unrecognized arguments: --xyzzy a\n"
+
+
+def test_other_commands_suggest_too(capsys):
+    with pytest.raises(SystemExit):
+        partition.main(["--client", "5"])
+    err = capsys.readouterr().err
+    assert err.endswith("error: unrecognized arguments: --client 5; did you mean --clients?\n")
+
+
+def test_suggestions_are_flags():
+    known = common.flags("x", "x")._option_string_actions
+    assert all(f"--{flag}" in known for flag in {*spellings.MEANT.values()} - {"mu"})
+    assert not any(f"--{word}" in known or word in common.ALIASES for word in spellings.MEANT)
+
+
+def test_help_is_short(capsys):
+    """The paper, the script's own flags, then the shared ones, a line or two each."""
+    with pytest.raises(SystemExit):
+        fedalign.main(["--help"])
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert out.startswith(fedalign.__doc__.split("\n")[0])
+    assert "usage" not in out
+    assert all(len(line) <= 100 for line in lines)
+    assert len(lines) - len(fedalign.__doc__.splitlines()) < 80
+    places = [out.index(group) for group in ("--mu", "--dataset", "--clients", "--lr", "--out")]
+    assert places == sorted(places)
+    flags = common.flags("x", "x")._actions
+    assert all(flag.option_strings[0] in out for flag in flags)
+    assert all(choice in out for flag in flags for choice in flag.choices or [])
+    assert "(default: False)" not in out
+    assert "--local-epochs" in out

@@ -20,7 +20,7 @@ def test_script_help():
     assert "MLSys 2020" in shown
     assert "(default: 0.0001)" in shown
     assert "--client_number" not in shown
-    assert "--client-number is --clients" in shown
+    assert "--clients: --client-number, --n-parties" in shown
 
 
 def started(out, *argv):
