@@ -437,8 +437,9 @@ def opening_line(fed):
     """Return what a run says of itself at its start."""
     args, sizes = fed.args, [len(part) for part in fed.parts]
     parameters = sum(p.numel() for p in fed.net.parameters())
+    moved = f" ({args.moved:,} of them moved for --min-size)" if args.moved else ""
     return (
-        f"{args.out}: {len(sizes)} clients of {min(sizes)} to {max(sizes)} samples, "
+        f"{args.out}: {len(sizes)} clients of {min(sizes)} to {max(sizes)} samples{moved}, "
         f"{sampled_clients(args)} a round; {parameters:,} parameters; {args.workers} worker(s) on "
         f"{args.device}"
     )
@@ -1167,29 +1168,48 @@ def dirichlet_partition(labels, clients, alpha, seed, min_size=10):
 
     Each class is cut among the clients in proportions p ~ Dir(alpha), where clients that have
     n / clients samples get nothing more (this rule is in the papers' code); drawn anew until every
-    client has min_size samples. labels: (n,) integers from 0 on. UserError when 1000 draws do not
-    get there."""
+    client has min_size samples. Where that does not come about, the fewest samples are moved that
+    give every client min_size. labels: (n,) integers from 0 on. UserError for too few samples."""
+    return deal_dirichlet(labels, clients, alpha, seed, min_size)[0]
+
+
+def deal_dirichlet(labels, clients, alpha, seed, min_size):
+    """Return the parts of dirichlet_partition, and how many of their samples were moved."""
     labels = np.asarray(labels)
     n = len(labels)
-    rng = keyed("dirichlet", seed)
-    minimum = "" if min_size <= 1 else f" or a smaller minimum than {min_size}"
-    advice = f"use fewer --clients, a larger --alpha{minimum}"
     if clients * min_size > n:
-        raise UserError(f"{n} samples cannot give {clients} clients {min_size} each; {advice}")
-    for _ in range(1000):
-        counts = _dirichlet_counts(np.bincount(labels), clients, alpha, rng)
-        if counts.sum(0).min() >= min_size:
-            break
-    else:
+        smaller = " or a smaller --min-size" if min_size > 1 else ""
         raise UserError(
-            f"none of 1000 draws from Dirichlet({alpha}) gave {clients} clients "
-            f"{min_size} samples each; {advice}"
+            f"argument --min-size: {n} samples cannot give {clients} clients {min_size} each; "
+            f"use fewer --clients{smaller}"
         )
+    rng = keyed("dirichlet", seed)
+    counts, moved = _draw_dirichlet(np.bincount(labels), clients, alpha, min_size, rng), 0
     owner = np.empty(n, np.int64)
     for label, row in enumerate(counts):
         index = rng.permutation(np.flatnonzero(labels == label))
         owner[index] = np.repeat(np.arange(clients), row)
-    return indices_by_owner(owner, clients, rng.permutation(n))
+    order = rng.permutation(n)
+    if counts.sum(0).min() < min_size:
+        partitions = extra("partitions", f"--partition dirichlet for {clients} --clients")
+        owner, moved = partitions.fill_up(owner, clients, min_size, order)
+    return indices_by_owner(owner, clients, order), moved
+
+
+def _draw_dirichlet(totals, clients, alpha, min_size, rng):
+    """Draw counts as _dirichlet_counts() until no client is short of min_size samples.
+
+    At the latest the 1000th draw counts; earlier that after which more than 20 clients a draw and
+    100 besides were short. Of m on average none is short with probability e^-m, as of a Poisson
+    distribution; not for clients * alpha < 1, where rounding can give a class to one client."""
+    short = 0
+    for draw in range(1, 1001):
+        counts = _dirichlet_counts(totals, clients, alpha, rng)
+        now = np.count_nonzero(counts.sum(0) < min_size)
+        short += now
+        if now == 0 or (short > 100 + 20 * draw and clients * alpha >= 1):
+            break
+    return counts
 
 
 def _dirichlet_counts(totals, clients, alpha, rng):
@@ -1197,7 +1217,7 @@ def _dirichlet_counts(totals, clients, alpha, rng):
 
     totals: (classes,) samples of each class."""
     sizes = np.zeros(clients, np.int64)
-    counts = np.zeros((len(totals), clients), np.int64)
+    counts = np.zeros((len(totals), clients), np.int32)
     for row, total in zip(counts, totals):
         below_mean = sizes < totals.sum() / clients
         p = rng.dirichlet(np.full(clients, alpha)) * below_mean
@@ -1241,7 +1261,8 @@ def _split(data, args):
     """Return the parts of the partition that args.partition names."""
     labels, clients, seed = data.y.numpy(), args.clients, args.data_seed
     if args.partition == "dirichlet":
-        return dirichlet_partition(labels, clients, args.alpha, seed)
+        parts, args.moved = deal_dirichlet(labels, clients, args.alpha, seed, args.min_size)
+        return parts
     if args.partition == "iid":
         return iid_partition(labels, clients, seed)
     return extra("partitions", f"--partition {args.partition}").split(data, args)
@@ -2039,6 +2060,7 @@ class Parser(PlainParser):
             args = super().parse_args(words)
             args.script, args.argv = self.script, without_place(words)
             args.capture = args.graph  # until a capture fails
+            args.moved = 0  # samples, until a partition needs it
             if args.server_lr is None:
                 args.server_lr = 0.01 if args.server == "adam" else 1.0
             if args.server_momentum is None:
@@ -2101,7 +2123,7 @@ def recorded_words(out, script):
 
 def flag_values(args):
     """Return the flags of args as {name: value}, without what else the parser noted there."""
-    return {k: v for k, v in vars(args).items() if k not in ("script", "argv", "capture")}
+    return {k: v for k, v in vars(args).items() if k not in ("script", "argv", "capture", "moved")}
 
 
 def without_place(words):
@@ -2218,6 +2240,7 @@ def add_data_flags(add):
     add("--augment", type=augmentation, default="auto", metavar="LIST", help=AUGMENT_HELP)
     add("--partition", default="dirichlet", choices=splits, help="of training samples to clients")
     add("--alpha", type=POSITIVE, default=0.5, help="of Dirichlet; smaller is more non-IID")
+    add("--min-size", type=COUNT, default=10, help="samples that dirichlet gives a client at least")
     add("--similarity", type=number(float, 0, 100), default=0.0, help="%% IID, of that partition")
     add("--users", type=COUNT, help="writers of the natural partitions; default: --clients")
     add("--split-file", metavar="FILE", help="JSON {client: [index, ...]} of --partition file")
@@ -2606,6 +2629,7 @@ class RunFolder:
             "flags": flag_values(self.args),
             "workers": workers,
             "threads": threads,
+            "moved": self.args.moved,
             "device": hardware(self.args.device),
             "versions": {"python": platform.python_version(), **versions},
             "commit": commit(),

@@ -42,7 +42,7 @@ def describe(args):
 
 
 def print_summary(args, data, counts):
-    """Print two lines on the data set and the partition. counts: (clients, classes) samples."""
+    """Print what the data set and the partition are. counts: (clients, classes) samples."""
     sizes = counts.sum(1)
     classes = (counts > 0).sum(1)  # of each client
     shape = "x".join(map(str, data.x.shape[1:]))
@@ -57,6 +57,8 @@ def print_summary(args, data, counts):
         f"{sizes.min():,} to {sizes.max():,} each (mean {sizes.mean():,.1f}, deviation "
         f"{sizes.std():,.1f}), of {classes.min()} to {classes.max()} classes"
     )
+    if args.moved:
+        print(f"{args.moved:,} samples were moved so that each client has {args.min_size}")
 
 
 def print_clients(counts, tests):

@@ -1,6 +1,7 @@
 """FedMLB's and rFedAvg's partitions, those by writer and from a file, and clients' test sets."""
 
 import ast
+import bisect
 import dataclasses
 import json
 import pathlib
@@ -24,6 +25,28 @@ def split(data, args):
         raise UserError(common.no_writers(args))
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
     return deal(data.writers, args.clients, args.data_seed, args.users)
+
+
+def fill_up(owner, clients, min_size, order):
+    """Move the fewest samples that give every client min_size. Return the owners and how many.
+
+    A move makes up for one missing sample, so that as many are needed as are missing. They are
+    taken from the largest clients, down to a common size, in the order of order; a client that is
+    short gets what one donor has to give before it gets of the next, so that labels stay skewed.
+    owner: (n,) the client of each sample; order: a permutation of the samples."""
+    sizes = np.bincount(owner, minlength=clients)
+    missing = np.maximum(min_size - sizes, 0)
+    moved = missing.sum()
+    level = bisect.bisect_right(
+        range(sizes.max()), -moved, key=lambda size: -np.maximum(sizes - size, 0).sum()
+    )
+    given = np.maximum(sizes - level + 1, 0)  # to the largest size that frees enough
+    given[np.flatnonzero(given)[: given.sum() - moved]] -= 1
+    order = order[np.argsort(owner[order], kind="stable")]  # client by client
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    owner = owner.copy()
+    owner[order[rank < np.repeat(given, sizes)]] = np.repeat(np.arange(clients), missing)
+    return owner, int(moved)
 
 
 def balanced_dirichlet_partition(labels, clients, alpha, seed):

@@ -1,11 +1,16 @@
 """How training samples go to clients."""
 
+import hashlib
+import itertools
+import json
 import math
 
 import numpy as np
 import pytest
+from conftest import TINY, refused
 
 import common
+import fedavg
 from extras import partitions
 
 LABELS = np.random.default_rng(0).integers(10, size=3000)
@@ -56,10 +61,107 @@ def test_dirichlet_skew_and_minimum():
     assert entropy(1000) > 0.98 * math.log(10)
 
 
-@pytest.mark.parametrize("clients, alpha", [(301, 1.0), (290, 0.01)])
-def test_dirichlet_gives_up(clients, alpha):
-    with pytest.raises(common.UserError, match="fewer --clients"):
-        common.dirichlet_partition(LABELS, clients, alpha, 0)
+def digest(parts):
+    """Return a hash of the clients' index arrays."""
+    arrays = np.concatenate([[len(part) for part in parts], *parts]).astype("<i8")
+    return hashlib.sha256(arrays.tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    "clients, alpha, seed, expected",
+    [
+        (7, 0.3, 3, "78b906738019acf1"),
+        (40, 0.1, 0, "5f62e52c1e73fd2f"),
+        (60, 0.3, 2, "38eb7feb183686be"),  # the second draw
+        (90, 0.5, 0, "c2ddf4d231e5ac2d"),
+        (40, 0.001, 1, "abc27c4d9a02213d"),  # the 271st, where 27 clients a draw are short
+    ],
+)
+def test_dirichlet_splits_stay_what_they_were(clients, alpha, seed, expected):
+    """As before samples were ever moved, when draws went on until none was needed."""
+    parts, moved = common.deal_dirichlet(LABELS, clients, alpha, seed, 10)
+    assert (digest(parts), moved) == (expected, 0)
+
+
+@pytest.mark.parametrize("clients, alpha", [(300, 1.0), (290, 0.01), (150, 0.1), (20, 0.01)])
+def test_dirichlet_ends_with_the_fewest_samples_moved(monkeypatch, clients, alpha):
+    """One move for each sample that was missing, since a move gives a client one; the rest stays.
+
+    Those who give are the largest, which all end at the same size, give or take one."""
+    drawn, before = [], []
+    counts, fill_up = common._dirichlet_counts, partitions.fill_up
+    monkeypatch.setattr(
+        common, "_dirichlet_counts", lambda *words: drawn.append(counts(*words)) or drawn[-1]
+    )
+    monkeypatch.setattr(
+        partitions, "fill_up", lambda owner, *words: before.append(owner) or fill_up(owner, *words)
+    )
+    parts, moved = common.deal_dirichlet(LABELS, clients, alpha, 0, 10)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
+    owner = np.empty(3000, np.int64)
+    for k, part in enumerate(parts):
+        owner[part] = k
+    old, new = drawn[-1].sum(0), np.bincount(owner, minlength=clients)
+    assert new.min() == 10
+    assert moved == np.maximum(10 - old, 0).sum() == (owner != before[0]).sum() > 0
+    giving, level = new < old, new[new < old].max()
+    assert new[giving].min() >= level - 1
+    assert old[~giving].max() <= level
+    # for the last of these rounding may help, so that all draws are made
+    assert len(drawn) == 1000 if clients == 20 else len(drawn) < 10
+
+
+def test_no_fewer_moves_would_do():
+    """Against all ways to give seven samples to three clients."""
+    rng = np.random.default_rng(0)
+    everything = np.array(list(itertools.product(range(3), repeat=7)))
+    sizes = np.stack([(everything == k).sum(1) for k in range(3)], 1)
+    for min_size in (1, 2):
+        allowed = everything[sizes.min(1) >= min_size]
+        for _ in range(100):
+            owner = rng.choice(3, 7, p=rng.dirichlet(np.ones(3)))
+            filled, moved = partitions.fill_up(owner, 3, min_size, rng.permutation(7))
+            assert np.bincount(filled, minlength=3).min() >= min_size
+            assert moved == (filled != owner).sum() == (allowed != owner).sum(1).min()
+
+
+def test_what_is_moved_goes_to_one_client_after_the_other():
+    """Clients 0 and 1 give four each of their class, clients 2 and 3 get them: one class each."""
+    labels = np.repeat([0, 1, 2, 3], [10, 10, 2, 2])
+    owner, moved = partitions.fill_up(labels, 4, 6, np.random.default_rng(0).permutation(24))
+    assert moved == 8
+    assert [sorted(labels[owner == k]) for k in range(4)] == [
+        [0] * 6,
+        [1] * 6,
+        [0, 0, 0, 0, 2, 2],
+        [1, 1, 1, 1, 3, 3],
+    ]
+
+
+def test_too_many_clients_for_the_minimum(capsys):
+    """Refused before a draw is made."""
+    argv = [*TINY, "--min-size", "151"]
+    words = ("--min-size", "600 samples cannot give 4 clients 151 each", "fewer --clients")
+    refused(capsys, fedavg, argv, *words)
+    refused(capsys, fedavg, [*TINY, "--min-size", "0"], "--min-size", "at least 1")
+    with pytest.raises(common.UserError, match="2 samples cannot give 3 clients 1 each"):
+        common.dirichlet_partition([0, 1], 3, 1.0, 0, min_size=1)
+
+
+def test_a_run_says_how_many_samples_were_moved(tmp_path, capsys):
+    """In its first line and in config.json; a resumed run has the same split."""
+    out = tmp_path / "run"
+    argv = [*TINY, "--clients", "58", "--sample", "0.05", "--alpha", "0.1", "--out", str(out)]
+    argv.remove("--quiet")
+    _, rows = fedavg.main(argv)
+    moved = json.loads((out / "config.json").read_text())["moved"]
+    assert moved > 0
+    assert "58 clients of 10 to " in capsys.readouterr().out
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
+    assert f"({moved} of them moved for --min-size)" in capsys.readouterr().out
+    fedavg.main([*argv[:-1], str(tmp_path / "small"), "--min-size", "1", "--clients", "3"])
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["moved"] == 0
+    assert "moved" not in capsys.readouterr().out
 
 
 def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
