@@ -11,6 +11,8 @@ import numpy as np
 import common
 from common import UserError, indices_by_owner, keyed
 
+MOST_KEYS = 10**9  # clients x samples of a balanced partition that draws a key for each of both
+
 
 def split(data, args):
     """Return the parts of the partition that args.partition names: a list of int64 arrays."""
@@ -54,12 +56,15 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
 
     Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
     left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
-    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
+    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006). With more than
+    MOST_KEYS clients x samples the same is drawn another way, with other random numbers."""
     labels = np.asarray(labels)
     n = len(labels)
     rng = keyed("dirichlet-balanced", seed)
     if clients > n:
         raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
+    if clients * n > MOST_KEYS:
+        return _balanced_by_class(labels, clients, alpha, rng)
     available = np.arange(n)
     parts = []
     for client in range(clients):
@@ -70,6 +75,36 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
         parts.append(available[smallest])
         available = np.delete(available, smallest)
     return parts
+
+
+def _balanced_by_class(labels, clients, alpha, rng):
+    """Draw as balanced_dirichlet_partition(), with n keys a class in all instead of a client.
+
+    The keys of a class with r samples left are equal in distribution, so that the gap between the
+    i-th smallest and the next is Exp(1) / (weight (r - i)) (Renyi, 1953)."""
+    n = len(labels)
+    left = np.bincount(labels)
+    classes, most = len(left), -(-n // clients)
+    counts = np.zeros((clients, classes), np.int32)
+    ranks = np.arange(most)
+    at_once = max(1, 10**6 // (classes * most))
+    with np.errstate(divide="ignore"):  # a class that has run out has infinite keys
+        for start in range(0, clients, at_once):
+            rows = counts[start : start + at_once]
+            p = rng.dirichlet(np.full(classes, alpha), len(rows)).clip(1e-30)
+            gaps = rng.standard_exponential((len(rows), classes, most)) / p[:, :, None]
+            for client, (gap, row) in enumerate(zip(gaps, rows), start):
+                size = n // clients + (client < n % clients)
+                gap /= np.maximum(left[:, None] - ranks, 0)
+                keys = gap.cumsum(1).ravel()
+                smallest = np.argpartition(keys, size - 1)[:size]
+                row += np.bincount(smallest // most, minlength=classes).astype(np.int32)
+                left -= row
+    owner = np.empty(n, np.int64)
+    for label, column in enumerate(counts.T):
+        index = rng.permutation(np.flatnonzero(labels == label))
+        owner[index] = np.repeat(np.arange(clients), column)
+    return indices_by_owner(owner, clients, rng.permutation(n))
 
 
 def similarity_partition(labels, clients, similarity, seed):

@@ -19,6 +19,9 @@ KINDS = {
     "balanced": lambda clients, seed: partitions.balanced_dirichlet_partition(
         LABELS, clients, 0.3, seed
     ),
+    "balanced-by-class": lambda clients, seed: partitions._balanced_by_class(
+        LABELS, clients, 0.3, common.keyed("test", seed)
+    ),
     "iid": lambda clients, seed: common.iid_partition(LABELS, clients, seed),
     "similarity": lambda clients, seed: partitions.similarity_partition(LABELS, clients, 35, seed),
 }
@@ -164,7 +167,17 @@ def test_a_run_says_how_many_samples_were_moved(tmp_path, capsys):
     assert "moved" not in capsys.readouterr().out
 
 
-def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
+@pytest.mark.parametrize(
+    "clients, alpha, seed, expected",
+    [(7, 0.3, 3, "315f2aa86d214f69"), (299, 0.05, 1, "4a9a601eb5180a3a")],
+)
+def test_balanced_splits_stay_what_they_were(clients, alpha, seed, expected):
+    parts = partitions.balanced_dirichlet_partition(LABELS, clients, alpha, seed)
+    assert digest(parts) == expected
+
+
+@pytest.mark.parametrize("most_keys", [0, 10**9])
+def test_balanced_dirichlet_draws_without_replacement(monkeypatch, most_keys):
     """Two samples of class 0 and two of class 1, two clients, p = (0.8, 0.2) for both classes.
 
     By hand: the weights are 0.8, 0.8, 0.2, 0.2. The first client's first sample is of class 0 with
@@ -172,9 +185,11 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
     0.4 / 2 * 0.2 / 1.8 = 1/45. With replacement it would be 0.64 and 0.04."""
 
     class Fixed(np.random.Generator):
-        def dirichlet(self, alpha):
-            return np.array([0.8, 0.2])
+        def dirichlet(self, alpha, size=None):
+            p = np.array([0.8, 0.2])
+            return p if size is None else np.tile(p, (size, 1))
 
+    monkeypatch.setattr(partitions, "MOST_KEYS", most_keys)
     monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
     labels = np.array([0, 1, 1, 0])
     draws = 4000
@@ -188,7 +203,8 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
     assert (np.abs(counts / draws - expected) < 4 * deviation).all()
 
 
-def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
+@pytest.mark.parametrize("most_keys", [0, 10**9])
+def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch, most_keys):
     """The first client's class counts against numpy's own weighted draw without replacement.
 
     With the same weights, each averaged over 400 draws. Class 2 is scarce, so plain multinomial
@@ -197,9 +213,10 @@ def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
     p = np.random.default_rng(7).dirichlet(np.full(3, 2.0))
 
     class Fixed(np.random.Generator):  # the same p for every draw; all else is random
-        def dirichlet(self, alpha):
-            return p
+        def dirichlet(self, alpha, size=None):
+            return p if size is None else np.tile(p, (size, 1))
 
+    monkeypatch.setattr(partitions, "MOST_KEYS", most_keys)
     monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
     reference, counts, expected = np.random.default_rng(1), [], []
     for seed in range(400):
@@ -209,6 +226,14 @@ def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
         expected.append(np.bincount(labels[drawn], minlength=3))
     error = np.sqrt(np.var(counts, 0) / 400 + np.var(expected, 0) / 400)
     assert (np.abs(np.mean(counts, 0) - np.mean(expected, 0)) < 4 * error + 1e-9).all()
+
+
+def test_balanced_dirichlet_chooses_the_way_by_its_cost(monkeypatch):
+    """Up to MOST_KEYS clients x samples every client draws a key for every sample."""
+    monkeypatch.setattr(partitions, "_balanced_by_class", lambda *_: "by class")
+    monkeypatch.setattr(partitions, "MOST_KEYS", 7 * 3000)
+    assert len(partitions.balanced_dirichlet_partition(LABELS, 7, 0.3, 0)) == 7
+    assert partitions.balanced_dirichlet_partition(LABELS, 8, 0.3, 0) == "by class"
 
 
 def test_similarity_zero_gives_each_client_one_class():
