@@ -513,6 +513,30 @@ def average(net, received, server, args):
 
 
 @torch.no_grad()
+def keep_row(table, client, row):
+    """Keep row, (d,), for a client in a table. Return its last one, or zeros.
+
+    table: {} at first; then, for any number of clients one tensor in a checkpoint, {"rows":
+    {client id: its row}, "values": (rows and some room for more, d)}."""
+    rows, values = table.setdefault("rows", {}), table.get("values", torch.zeros_like(row[None]))
+    i = rows.setdefault(client, len(rows))
+    if i == len(values):
+        values = torch.cat([values, torch.zeros_like(values)])
+    old = values[i].clone()
+    values[i] = row
+    table["values"] = values
+    return old
+
+
+def rows_of(table, clients, d):
+    """Return the rows, (rows, d), of those of the clients that have one in a table of keep_row().
+
+    They come in the order in which the clients first had one."""
+    rows = table.get("rows", {})
+    index = sorted(rows[k] for k in clients if k in rows)
+    return table["values"][index] if rows else torch.zeros(0, d)
+
+
 def add_proximal(net, w, mu):
     """Return mu/2 ||v - w||^2 of net's parameters v, and add its gradient mu (v - w) to theirs.
 

@@ -45,20 +45,32 @@ def mean_feature(net, batches):
     return total / samples
 
 
+def with_square(delta):
+    """Return delta and its squared norm, (d + 1,), in double precision."""
+    return torch.cat([delta, delta.double().square().sum()[None]])
+
+
+def keep(server, k, delta):
+    """Keep delta_k in the table of all, and in its sum, so that no client has to add it up."""
+    old = common.keep_row(server.setdefault("deltas", {}), k, delta)
+    server["sum"] = server.get("sum", 0) - with_square(old) + with_square(delta)
+
+
 def synchronise(worker, clients, server, args):
     """rfedavg+: the new global network goes to the clients, their deltas come back."""
     for client in clients:
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
         delta = mean_feature(worker.net, worker.batches(client))
-        server["deltas"][client.id] = client.upload(delta)
+        keep(server, client.id, client.upload(delta))
         server["report"]["bytes_delta"] += common.nbytes(delta)
 
 
 def aggregate(net, received, server, args):
     """FedAvg's average; rfedavg's deltas are kept for the next round."""
     common.average(net, received, server, args)
-    server.setdefault("deltas", {}).update(received.records.get("delta", {}))
+    for k, delta in received.records.get("delta", {}).items():
+        keep(server, k, delta)
     sent = [client.bytes_down + client.bytes_up for client in received.clients]
     server["report"] = {"bytes_delta": sum(sent)}
 
@@ -66,13 +78,14 @@ def aggregate(net, received, server, args):
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     plus, d = args.variant == "rfedavg+", net[-1].in_features
-    others = [delta for j, delta in server.get("deltas", {}).items() if j != client.id]
-    has_others = worker.pin("has_others", float(bool(others)))  # 0 skips the term
-    deltas = torch.stack(others) if others else torch.zeros(1, d)
-    mean = worker.pin("mean", deltas.mean(0))
+    own = common.rows_of(server.get("deltas", {}), [client.id], d)  # (1 or 0, d)
+    others = len(server.get("deltas", {"rows": ()})["rows"]) - len(own)
+    has_others = worker.pin("has_others", float(others > 0))  # 0 skips the term
+    total = server.get("sum", 0) - with_square(own.sum(0))
+    mean, square = total[:-1] / max(1, others), total[-1] / max(1, others)
     # mean_j ||phi - delta_j||^2 = ||phi - mean||^2 + the spread of the deltas
-    spread = 0.0 if plus else (deltas - deltas.mean(0)).square().sum(1).mean()
-    spread = worker.pin("spread", spread)
+    spread = 0.0 if plus else (square - mean.square().sum()).clamp(min=0).float()
+    spread, mean = worker.pin("spread", spread), worker.pin("mean", mean.float())
     if others:
         client.download(mean if plus else torch.empty(args.clients, d, device="meta"))
 

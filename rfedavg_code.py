@@ -48,33 +48,32 @@ def synchronise(worker, clients, server, args):
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
         delta = mean_feature(worker, client, server, args)
-        server["deltas"][client.id] = client.upload(delta)
+        common.keep_row(server["deltas"], client.id, client.upload(delta))
         server["report"]["bytes_delta"] += common.nbytes(delta)
 
 
 def aggregate(net, received, server, args):
     """FedAvg's average; rfedavg's deltas are kept for the next round."""
     common.average(net, received, server, args)
-    server.setdefault("deltas", {}).update(received.records.get("delta", {}))
+    table = server.setdefault("deltas", {})
+    for k, delta in received.records.get("delta", {}).items():
+        common.keep_row(table, k, delta)
     sent = [client.bytes_down + client.bytes_up for client in received.clients]
     server["report"] = {"bytes_delta": sum(sent)}
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    plus, sampled = args.variant == "rfedavg+", set(server["clients"])
-    others = [
-        delta
-        for j, delta in server.get("deltas", {}).items()
-        if j in sampled and (plus or j != client.id)
-    ]
-    has_others = worker.pin("has_others", float(bool(others)))  # 0 skips the term
-    deltas = torch.stack(others) if others else torch.zeros(1, net[-1].in_features)
+    plus, d = args.variant == "rfedavg+", net[-1].in_features
+    chosen = [j for j in server["clients"] if plus or j != client.id]
+    others = common.rows_of(server.get("deltas", {}), chosen, d)
+    has_others = worker.pin("has_others", float(len(others) > 0))  # 0 skips the term
+    deltas = others if len(others) else torch.zeros(1, d)
     mean = worker.pin("mean", deltas.mean(0))
     # mean_j ||phi - delta_j||^2 = ||phi - mean||^2 + the spread of the deltas
     spread = 0.0 if plus else (deltas - deltas.mean(0)).square().sum(1).mean()
     spread = worker.pin("spread", spread)
-    if others:
+    if len(others):
         client.download(mean if plus else deltas)
 
     def step(x, y):

@@ -40,6 +40,12 @@ def noisy(delta, rng, args):
     return delta + noise * (args.noise * args.noise_clip / args.batch_size)
 
 
+def keep(server, k, delta):
+    """Keep delta_k in the table of all, and in its sum, so that no client has to add it up."""
+    old = common.keep_row(server.setdefault("deltas", {}), k, delta)
+    server["sum"] = server.get("sum", 0) - old.double() + delta
+
+
 def synchronise(worker, clients, server, args):
     """The new global network goes to the clients, their noisy deltas come back."""
     for client in clients:
@@ -47,15 +53,16 @@ def synchronise(worker, clients, server, args):
             client.download(worker.net.state_dict())
         rng = common.keyed("noise", args.seed, server["round"], client.id)
         delta = noisy(mean_feature(worker.net, worker.batches(client)), rng, args)
-        server.setdefault("deltas", {})[client.id] = client.upload(delta)
+        keep(server, client.id, client.upload(delta))
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
-    others = [delta for j, delta in server.get("deltas", {}).items() if j != client.id]
-    has_others = worker.pin("has_others", float(bool(others)))  # 0 skips the term
-    mean = torch.stack(others).mean(0) if others else torch.zeros(net[-1].in_features)
-    mean = worker.pin("mean", mean)
+    own = common.rows_of(server.get("deltas", {}), [client.id], net[-1].in_features)  # 1 or 0 rows
+    others = len(server.get("deltas", {"rows": ()})["rows"]) - len(own)
+    has_others = worker.pin("has_others", float(others > 0))  # 0 skips the term
+    mean = (server.get("sum", 0) - own.double().sum(0)) / max(1, others)
+    mean = worker.pin("mean", mean.float())
     if others:
         client.download(mean)
 

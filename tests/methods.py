@@ -24,9 +24,9 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "fedntd": 23,
     "fedgkd": 22,
     "feddyn": 33,
-    "rfedavg": 43,
-    "rfedavg_dp": 38,
-    "rfedavg_code": 48,
+    "rfedavg": 50,
+    "rfedavg_dp": 42,
+    "rfedavg_code": 47,
     "qfedavg": 34,
 }
 OFF = {  # flags that switch a method off; the others have none, or round differently

@@ -14,9 +14,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags, parts_of, same
 from hand import batch, begin, finish, gradients, normed_network, state_of, twins
-from methods import final
+from methods import SCRIPTS, final
 
 import common
+
+
+def kept(name, deltas):
+    """Return a server that keeps {client: delta}, each of them after another one."""
+    server = {"deltas": {}}
+    for j, delta in [*((j, delta + 1) for j, delta in deltas.items()), *deltas.items()]:
+        if name == "rfedavg_code":
+            common.keep_row(server["deltas"], j, delta)
+        else:
+            SCRIPTS[name].keep(server, j, delta)
+    return server
 
 
 @pytest.mark.parametrize(
@@ -38,7 +49,7 @@ def test_rfedavg_step(name, argv, chosen):
     deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
     x, y = batch()
     argv = [*argv.split(), "--lam", "0.3", "--clients", "10"]
-    server = {"deltas": deltas, "clients": [0, 1, 3, 4]}
+    server = {"clients": [0, 1, 3, 4], **kept(name, deltas)}
     worker, step, _, client, args, w = begin(name, argv, server=server)
     twin, _ = twins(worker, w)
     phi = twin[:-1](x)
@@ -57,6 +68,23 @@ def test_rfedavg_step(name, argv, chosen):
         assert client.bytes_down == 4 * 256 * len(chosen)
     else:
         assert client.bytes_down == 4 * 256 * (10 if "rfedavg" in argv else 1)
+
+
+@pytest.mark.parametrize("module", [rfedavg, rfedavg_dp])
+def test_sums_over_deltas_stay_exact(module):
+    """After thousands of deltas in place of others, as if they had just been added up."""
+    g = torch.Generator().manual_seed(0)
+    server, deltas = {}, {}
+    for _ in range(3000):
+        k = int(torch.randint(20, (), generator=g))
+        deltas[k] = 30 * torch.randn(8, generator=g)
+        module.keep(server, k, deltas[k])
+    stacked = torch.stack(list(deltas.values())).double()
+    expected = stacked.sum(0)
+    if module is rfedavg:
+        expected = torch.cat([expected, stacked.square().sum()[None]])
+    assert server["sum"].dtype == torch.float64
+    assert torch.allclose(server["sum"], expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +112,7 @@ def test_rfedavg_deltas(tmp_path, variant, sample, down):
     net.eval()
     with torch.no_grad():
         mean = net[:-1](data.normalise(data.x[part])).mean(0)
-    assert torch.allclose(deltas[k], mean, atol=1e-4)
+    assert torch.allclose(common.rows_of(deltas, [k], 256)[0], mean, atol=1e-4)
 
 
 @pytest.mark.parametrize("module", [rfedavg, rfedavg_dp])
@@ -123,7 +151,8 @@ def test_rfedavg_by_the_authors_code(variant, mean):
     Of clients 0 and 1 this is client 0; delta_j is j everywhere."""
     deltas = {j: torch.full((256,), float(j)) for j in (0, 1, 4)}
     argv = ["--variant", variant]
-    worker, _, generator, client, *_ = begin("rfedavg_code", argv, server={"deltas": deltas})
+    server = kept("rfedavg_code", deltas)
+    worker, _, generator, client, *_ = begin("rfedavg_code", argv, server=server)
     assert worker.pins["mean"].mean().item() == mean
     assert worker.pins["mean"].std() == 0
     finish(generator)
@@ -156,7 +185,8 @@ def test_deltas_of_the_authors_code(tmp_path, variant):
         weights = net.state_dict()
         if variant == "rfedavg":
             weights = common.load(out / "clients" / f"{k}.pt")
-        assert torch.allclose(deltas[k], feature_by_hand(weights, data.x[chosen], data), atol=1e-5)
+        delta = common.rows_of(deltas, [k], len(deltas["values"][0]))[0]
+        assert torch.allclose(delta, feature_by_hand(weights, data.x[chosen], data), atol=1e-5)
 
 
 @pytest.mark.parametrize("variant, down", [("rfedavg", 3), ("rfedavg+", 1)])

@@ -73,3 +73,22 @@ def test_a_method_reports_into_its_row(tmp_path):
     args = flags("--local-steps", "1", "--out", str(tmp_path / "run"))
     _, rows = common.run(args, fedavg.local_update, aggregate)
     assert [row.get("spread") for row in rows] == [3.5, None]
+
+
+def test_table_of_rows(tmp_path):
+    """As a dict of tensors, and one tensor in a file: of at most twice the rows."""
+    g, table, expected = torch.Generator().manual_seed(0), {}, {}
+    assert common.rows_of(table, [1, 2], 5).shape == (0, 5)
+    for _ in range(500):
+        k = int(torch.randint(10**6, 10**6 + 100, (), generator=g))
+        row = torch.randn(5, generator=g)
+        assert torch.equal(common.keep_row(table, k, row), expected.get(k, torch.zeros(5)))
+        expected[k] = row
+    assert torch.equal(
+        common.rows_of(table, reversed(expected), 5), torch.stack([*expected.values()])
+    )
+    assert common.rows_of(table, [3], 5).shape == (0, 5)
+    common.save({"server": table}, tmp_path / "table")
+    assert len(table["values"]) < 2 * len(expected)
+    loaded = common.load(tmp_path / "table")["server"]
+    assert torch.equal(common.rows_of(loaded, expected, 5), torch.stack([*expected.values()]))
