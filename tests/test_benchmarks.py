@@ -1,11 +1,12 @@
 """The benchmarks run, and what they compare with trains the same model."""
 
 import json
+import os
 import sys
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, refused
 from methods import ROOT
 
 import common
@@ -14,6 +15,7 @@ import fedavg
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bare_loop  # noqa: E402
 import conventional  # noqa: E402
+import population  # noqa: E402
 import throughput  # noqa: E402
 
 
@@ -53,6 +55,31 @@ def test_throughput_runs(capsys):
     assert table[0]["time"] == 1
     assert all(row["samples_per_s"] > 0 for row in table)
     assert all(row["host_bytes"] > 2**26 for row in table)
+
+
+def test_population_runs(monkeypatch, capsys):
+    """Two populations, and their full tables, in this process for speed."""
+    for owner, name in ((common, "begin"), (common.RunFolder, "checkpoint")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
+    monkeypatch.setattr(population, "in_process", lambda f, *words: f(*words))
+    flags = "--scripts rfedavg --populations 30,60 --rounds 3 --table --variant rfedavg"
+    population.main(flags.split())
+    *lines, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert [row["clients"] for row in result["table"]] == [30, 60]
+    assert all(row[column] > 0 for row in result["table"] for column in ("start", "resume"))
+    assert all(row["checkpoint"] > 0 for row in result["table"])
+    assert result["table"][1]["checkpoint_bytes"] > 60 * 4 * population.FEATURES  # a row a client
+    assert [row["bytes"] > 4 * 256 * row["clients"] for row in result["full_table"]] == [True] * 2
+    assert len(lines) == 1 + 2 + 2
+
+
+def test_a_population_is_measured_in_a_process_of_its_own():
+    assert population.in_process(os.getpid) != os.getpid()
+
+
+def test_population_refuses_a_script_that_is_not_there(capsys):
+    refused(capsys, population, ["--scripts", "fedavg,nothing"], "--scripts", "nothing.py")
 
 
 @pytest.mark.parametrize(

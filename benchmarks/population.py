@@ -1,0 +1,206 @@
+"""Measure what a federation costs besides training, by the number of its clients.
+
+    python benchmarks/population.py
+    python benchmarks/population.py --scripts scaffold,moon --populations 100,100000 --rounds 200
+
+Each client has four images of 8x8 pixels and a round samples 50 clients, so that whatever grows
+does so with the population. Every run is a process of its own, on the CPU. Columns, by script and
+population (seconds; medians over the rounds but the first):
+
+    start        partition, network and run folder
+    round        a round beyond local training and checkpoint: sampling, aggregation, records
+    checkpoint   one checkpoint; MB: checkpoint.pt and states/ after the last round
+    resume       start once more, from the checkpoint
+    peak GB      largest resident memory of the run; growth MB: of it in the run's second half
+
+Other flags go to the scripts, such as --partition dirichlet-balanced. --table measures one more
+checkpoint, of rFedAvg's table when every client has trained. Prints the table, then JSON.
+"""
+
+import concurrent.futures
+import functools
+import importlib
+import json
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import common  # noqa: E402
+
+SAMPLED, SAMPLES, FEATURES = 50, 4, 256  # clients a round, images a client, width of features
+FLAGS = "--partition iid --local-steps 1 --batch-size 4 --eval-every 1000000 --device cpu --quiet"
+COLUMNS = {  # of the table: a title, and what is printed of a figure
+    "start": ("start", "{:8.2f}"),
+    "round": ("round", "{:8.4f}"),
+    "checkpoint": ("checkpoint", "{:10.3f}"),
+    "checkpoint_bytes": ("MB", "{:8.2f}"),
+    "resume": ("resume", "{:8.2f}"),
+    "peak_bytes": ("peak GB", "{:8.2f}"),
+    "growth_bytes": ("growth MB", "{:9.1f}"),
+}
+UNITS = {"checkpoint_bytes": 1e6, "peak_bytes": 1e9, "growth_bytes": 1e6}
+
+
+# --- one run, in a process of its own
+
+
+def small_data(clients):
+    """Return random images, four a client, as a Data."""
+    g = torch.Generator().manual_seed(0)
+    n = SAMPLES * clients
+    x = torch.randint(0, 256, (n, 1, 8, 8), dtype=torch.uint8, generator=g)
+    y = torch.randint(0, 10, (n,), generator=g)
+    return common.Data(x, y, x[:100], y[:100], classes=10)
+
+
+def small_net():
+    """Return a network of about 7,000 parameters with FEATURES features."""
+    body = nn.Sequential(nn.Conv2d(1, 16, 3, 2), nn.ReLU())
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, FEATURES), nn.ReLU())
+    return nn.Sequential(body, pool, common.Classifier(FEATURES, 10))
+
+
+def timed(owner, name):
+    """Let each call of owner.name add its seconds to a list. Return the list."""
+    call, seconds = getattr(owner, name), []
+
+    @functools.wraps(call)
+    def wrapper(*words, **options):
+        start = time.perf_counter()
+        try:
+            return call(*words, **options)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, wrapper)
+    return seconds
+
+
+def run(script, clients, flags):
+    """Run a script in this process, whose functions it changes.
+
+    Returns the rows of metrics.jsonl, the seconds of the start, and those of each checkpoint."""
+    begin, checkpoints = timed(common, "begin"), timed(common.RunFolder, "checkpoint")
+    torch.manual_seed(0)
+    call = functools.partial(common.run, data=small_data(clients), net=small_net())
+    sample = str(min(1.0, SAMPLED / clients))
+    words = [*FLAGS.split(), "--clients", str(clients), "--sample", sample, *flags]
+    _, rows = importlib.import_module(script).main(words, run=call)
+    return rows, begin[0], checkpoints
+
+
+def in_process(f, *words):
+    """Return f(*words), called in a new process."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(f, *words).result()
+
+
+def measure(script, clients, rounds, flags):
+    """Return the figures of a run of that many rounds and of one more after it is resumed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "run")
+        words = [*flags, "--out", str(out), "--rounds", str(rounds)]
+        rows, start, checkpoints = in_process(run, script, clients, words)
+        files = [out / "checkpoint.pt", *(out / "states").iterdir()]
+        size = sum(path.stat().st_size for path in files)
+        words[-1] = str(rounds + 1)
+        _, resume, _ = in_process(run, script, clients, [*words, "--resume"])
+    parts = [{"synchronise": 0.0, **row["seconds"]} for row in rows]
+    beyond = [
+        s["aggregate"] + s["synchronise"] + s["other"] - checkpoint  # that of the round before
+        for s, checkpoint in zip(parts[1:], checkpoints)
+    ]
+    peaks = [row["peak_memory"] for row in rows]
+    return {
+        "script": script,
+        "clients": clients,
+        "start": start,
+        "round": statistics.median(beyond),
+        "checkpoint": statistics.median(checkpoints[1:]),
+        "checkpoint_bytes": size,
+        "resume": resume,
+        "peak_bytes": peaks[-1],
+        "growth_bytes": peaks[-1] - peaks[len(peaks) // 2],
+    }
+
+
+def full_table(clients):
+    """Return the seconds and bytes of writing and reading rFedAvg's deltas of all clients."""
+    table, row = {}, torch.ones(FEATURES)
+    start = time.perf_counter()
+    for k in range(clients):
+        common.keep_row(table, k, row)
+    filled = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "table.pt")
+        common.save({"deltas": table}, path)
+        written = time.perf_counter()
+        common.load(path)
+        read = time.perf_counter()
+        size = path.stat().st_size
+    peak = common.peak_memory(torch.device("cpu"))
+    return {
+        "clients": clients,
+        "fill": filled - start,
+        "write": written - filled,
+        "read": read - written,
+        "bytes": size,
+        "peak_bytes": peak,
+    }
+
+
+# --- the command
+
+
+def print_row(figures):
+    """Print a row of the table."""
+    cells = [form.format(figures[key] / UNITS.get(key, 1)) for key, (_, form) in COLUMNS.items()]
+    print(f"{figures['script']:10} {figures['clients']:10,} ", *cells, flush=True)
+
+
+def make_parser():
+    """Return the parser of this benchmark's own flags; all others go to the scripts."""
+    parser = common.PlainParser(__doc__, prog="population.py")
+    add = parser.add_argument
+    add("--scripts", default="fedavg,scaffold,moon,rfedavg", metavar="LIST")
+    populations = "100,1000,10000,100000,1000000"
+    add("--populations", type=common.integers(1), default=populations, metavar="LIST")
+    add("--rounds", type=common.number(int, 3), default=20, help="rounds of a run")
+    add("--table", action="store_true", help="a full table of rFedAvg's, too")
+    return parser
+
+
+def main(argv=None):
+    """Measure all scripts at all populations; print the table, and the same as JSON."""
+    parser = make_parser()
+    args, flags = parser.parse_known_args(argv)
+    scripts = args.scripts.split(",")
+    for script in scripts:
+        if not (pathlib.Path(common.__file__).parent / f"{script}.py").is_file():
+            parser.error(f"argument --scripts: there is no {script}.py")
+    widths = [len(form.format(0)) for _, form in COLUMNS.values()]
+    titles = [f"{title:>{width}}" for (title, _), width in zip(COLUMNS.values(), widths)]
+    print(f"{'script':10} {'clients':>10} ", *titles)
+    table = []
+    for clients in args.populations:
+        for script in scripts:
+            table.append(measure(script, clients, args.rounds, flags))
+            print_row(table[-1])
+    full = [in_process(full_table, n) for n in args.populations] if args.table else []
+    for row in full:
+        print("full table: " + ", ".join(f"{k} {v:,.6g}" for k, v in row.items()))
+    about = {"machine": common.hardware("cpu"), "torch": torch.__version__}
+    about |= {"commit": common.commit(), "rounds": args.rounds, "flags": flags}
+    print(json.dumps({**about, "table": table, "full_table": full}))
+
+
+if __name__ == "__main__":
+    main()
