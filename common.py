@@ -27,6 +27,7 @@ What local_update may use (x: images (batch, channels, height, width), y: labels
     worker.sizes                sizes of the client's batches, one a step
     worker.shapes               may be set to one hashable value a step, if steps differ in more
     worker.shape                than the batch's size; worker.shape is the current one, in step
+    worker.part(f, ...)         f(...), where steps differ: a part that is a CUDA graph of its own
     worker.batches(client)      (x, y) over all samples of the client, not augmented
     worker.data                 the data set, a Data
     client.id, len(client)      the client's number and its number of training samples
@@ -42,7 +43,8 @@ What local_update may use (x: images (batch, channels, height, width), y: labels
 The one rule: whatever step reads besides x and y lies in tensors obtained from the worker, whose
 storage is refreshed in place for each client, and step takes no decision that differs between
 clients or rounds. On a GPU the step of a worker's first client is captured as a CUDA graph and
-replayed for all others.
+replayed for all others. A step that differs from batch to batch, as worker.shapes say, is made of
+parts, of which each is captured when it first comes.
 """
 
 import argparse
@@ -90,6 +92,7 @@ for name in ("stdout", "stderr"):  # closed: no file of a run may take their num
     if getattr(sys, name) is None:
         setattr(sys, name, open(os.devnull, "w"))
 CORES = torch.get_num_threads()  # before a run divides them among its workers
+MOST_GRAPHS = 256  # of a worker: what comes then runs without
 # of --deterministic; read once, when a process first uses cuBLAS
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -834,7 +837,7 @@ class Worker:
         self.t = torch.zeros(1, dtype=torch.long, device=self.device)  # step within the round
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # summed over samples
         self.pins, self.nets, self.draws = {}, {}, {}  # what pin(), frozen() and draw() have made
-        self.graphs, self.step = {}, None
+        self.graphs, self.in_parts, self.step = {}, False, None
         self.tables = {}  # of batch_tables(), on the device, read through t
         # where images are decoded ahead, those of the current batch
         self.images = None
@@ -878,6 +881,17 @@ class Worker:
     def row(self, name):
         """Return the current step's row of what was drawn, inside step."""
         return self.draws[name].index_select(0, self.t)[0]
+
+    def part(self, f, *inputs):
+        """Return f(*inputs), detached: a part of a step that differs from others by worker.shape.
+
+        On a GPU each part is a CUDA graph; f's name and the inputs that are no tensors tell them
+        apart. Tensors among the inputs: x, y and what other parts have returned. A part that adds
+        to gradients needs them in place: opt.zero_grad(set_to_none=False)."""
+        if not self.in_parts:
+            return tree_map(torch.Tensor.detach, f(*inputs))
+        constants = [v for v in inputs if not torch.is_tensor(v)]
+        return self._graphed((f.__name__, *constants), f, inputs)
 
     @torch.no_grad()
     def batches(self, client):
@@ -967,13 +981,11 @@ class Worker:
         table[: len(rows)].copy_(rows, non_blocking=True)
 
     def _train_batch(self, step, size):
-        """Run one step, by replaying its CUDA graph if it has or may have one of at most 64."""
-        full = size == self.args.batch_size
-        room = self.shape not in self.graphs and len(self.graphs) < 64
-        if self.cuda and self.args.capture and full and room:
-            self._capture(step)
-        if full and self.shape in self.graphs:
-            self.graphs[self.shape].replay()
+        """Run one step, on a full batch as a CUDA graph or, where steps differ, as one a part."""
+        graphed = self.cuda and self.args.capture and size == self.args.batch_size
+        self.in_parts = graphed and self.shapes is not None
+        if graphed and not self.in_parts:
+            self._graphed(size, self._step, (step, size))
         else:
             self._step(step, size)
 
@@ -981,37 +993,54 @@ class Worker:
         """Run one step on the first size samples of the batch of step t."""
         # a search takes seconds for each new shape: worth it for full batches, which come again
         torch.backends.cudnn.benchmark = self.search and size == self.args.batch_size
+        x, y = self.part(self._batch, size)
+        loss = step(x, y)
+        self.loss.add_(loss.detach(), alpha=size)
+        self.t.add_(1)
+        torch.backends.cudnn.benchmark = False
+
+    def _batch(self, size):
+        """Return (x, y), the first size samples of the batch of step t."""
         rows = {name: v.index_select(0, self.t)[0, :size] for name, v in self.tables.items()}
         index = rows.pop("index")
         if self.images is None:
             x = apply_augment(self.data.x.index_select(0, index), rows)
         else:
             x = self.images[:size]
-        loss = step(channels_last(self.data.normalise(x)), self.data.y.index_select(0, index))
-        self.loss.add_(loss.detach(), alpha=size)
-        self.t.add_(1)
-        torch.backends.cudnn.benchmark = False
+        return channels_last(self.data.normalise(x)), self.data.y.index_select(0, index)
 
-    def _capture(self, step):
-        """Record one step on a full batch as a CUDA graph; where that fails, go on without.
+    def _graphed(self, key, f, inputs):
+        """Return f(*inputs) by replaying its CUDA graph, which is captured when there is none."""
+        if key not in self.graphs and self.args.capture and len(self.graphs) < MOST_GRAPHS:
+            self._capture(key, f, inputs)
+        if key not in self.graphs:
+            return tree_map(torch.Tensor.detach, f(*inputs))
+        graph, value = self.graphs[key]
+        graph.replay()
+        return value
 
-        Three steps of warm-up let libraries choose their algorithms and allocate, as PyTorch's
-        notes on CUDA graphs advise. They move weights, statistics and momentum, so these are put
-        back; a step writes to nothing else that is read."""
+    def _capture(self, key, f, inputs):
+        """Record f(*inputs) as a CUDA graph; where that fails, go on without.
+
+        Three runs of warm-up let libraries choose their algorithms and allocate, as PyTorch's notes
+        on CUDA graphs advise. They move weights, statistics, momentum and gradients, so these are
+        put back; a step writes to nothing else that is read."""
         state = [*self.net.state_dict().values(), *optimizer_state(self.opt), self.t, self.loss]
+        state += [p.grad for p in self.net.parameters() if p.grad is not None]
         before = [v.clone() for v in state]
         for _ in range(3):
-            self.t.zero_()
-            self._step(step, self.args.batch_size)
-        self.t.zero_()
-        # graphs of a worker run one at a time and leave nothing in their memory, so they share it
-        memory = next((graph.pool() for graph in self.graphs.values()), None)
+            f(*inputs)
+            for tensor, value in zip(state, before):
+                tensor.copy_(value)
+        # graphs of a worker run one at a time, so they share their memory; what a part returns is
+        # held, so that no other graph writes there
+        memory = next((graph.pool() for graph, _ in self.graphs.values()), None)
         try:
             with garbage_collection_paused():  # a graph that is freed meanwhile would break it
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, memory, stream=self.stream):
-                    self._step(step, self.args.batch_size)
-            self.graphs[self.shape] = graph
+                    value = tree_map(torch.Tensor.detach, f(*inputs))
+            self.graphs[key] = graph, value
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
@@ -1019,8 +1048,6 @@ class Worker:
             script, why = self.args.script, str(e).splitlines()[0]
             warning = f"{script}.py: its step cannot be a CUDA graph, so it runs without: {why}"
             print(warning, file=sys.stderr)
-        for tensor, value in zip(state, before):
-            tensor.copy_(value)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ FedAvg with n narrow sub-networks that learn the full network's logits from imag
 resolution (FedAlign paper):
     L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(w_i)(T_i(x)))                   (Eq. 2)
 the full network's logits are constants in the KL terms; one optimizer step on the sum of all
-gradients. T_i: resizing to a random resolution; w_1 = --min-width, the other widths uniform between
-it and 1, as in the authors' code; --widths paper: all are random, as in the paper's text. Batch
-norm in a sub-network uses the batch's own statistics.
+gradients, which a backward pass of each network adds up. T_i: resizing to a random resolution;
+w_1 = --min-width, the other widths uniform between it and 1, as in the authors' code; --widths
+paper: all are random, as in the paper's text. Batch norm in a sub-network uses the batch's own
+statistics.
 
 State: none. Bytes per client and round: the model down, the model up.
 mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Sec. 4). Networks that flatten
@@ -33,11 +34,9 @@ def same_channels(width, channels):
     """Return the least width, in steps of 0.001, with the same channels in every layer.
 
     One CUDA graph serves all widths for which it is the same."""
-    wanted = [common.make_divisible(c, width) for c in channels]
-    for thousandth in range(1, 1001):
-        if [common.make_divisible(c, thousandth / 1000) for c in channels] == wanted:
-            return thousandth / 1000
-    return width
+    widths = [*(thousandth / 1000 for thousandth in range(1, 1001)), width]
+    kept = {w: [common.make_divisible(c, w) for c in channels] for w in widths}
+    return next(w for w in widths if kept[w] == kept[width])
 
 
 def draw_shapes(rng, steps, args, channels, resolutions):
@@ -54,9 +53,7 @@ def draw_shapes(rng, steps, args, channels, resolutions):
 def resize(x, resolution, back):
     """Return x, (batch, channels, size, size), bilinearly resized; back: to its own size again."""
     small = F.interpolate(x, (resolution,) * 2, mode="bilinear", align_corners=True)
-    if not back:
-        return small
-    return F.interpolate(small, x.shape[2:], mode="bilinear", align_corners=True)
+    return F.interpolate(small, x.shape[2:], mode="bilinear", align_corners=True) if back else small
 
 
 def widths_of(net):
@@ -73,20 +70,26 @@ def local_update(worker, client, server, args):
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
         rng, steps = worker.rng("shapes"), len(worker.sizes)
-        resolutions = args.resolutions or eighths
-        worker.shapes = draw_shapes(rng, steps, args, widths_of(net), resolutions)
+        worker.shapes = draw_shapes(rng, steps, args, widths_of(net), args.resolutions or eighths)
 
     def step(x, y):
+        loss, teacher = worker.part(full, x, y)
+        for width, resolution in worker.shape or ():
+            loss = loss + worker.part(narrow, x, teacher, width, resolution)
+        worker.part(opt.step)
+        return loss
+
+    def full(x, y):
         out = net(x)
         loss = F.cross_entropy(out, y)
-        if args.mu:
-            teacher = out.detach().softmax(1)
-            for width, resolution in worker.shape:
-                student = common.at_width(net, resize(x, resolution, back), width).log_softmax(1)
-                loss = loss + args.mu * F.kl_div(student, teacher, reduction="batchmean")  # Eq. 2
-        opt.zero_grad()
+        opt.zero_grad(set_to_none=False)  # parts add to gradients where they are
         loss.backward()
-        opt.step()
+        return loss, out.softmax(1)
+
+    def narrow(x, teacher, width, resolution):
+        student = common.at_width(net, resize(x, resolution, back), width).log_softmax(1)
+        loss = args.mu * F.kl_div(student, teacher, reduction="batchmean")  # Eq. 2
+        loss.backward()
         return loss
 
     yield step
@@ -106,8 +109,7 @@ def main(argv=None, run=common.run):
         help="default: by the size",
     )
     args = parser.parse_args(argv)
-    if args.mu is None:
-        args.mu = MU.get(args.subnets, 1.0)
+    args.mu = MU.get(args.subnets, 1.0) if args.mu is None else args.mu
     return run(args, local_update)
 
 

@@ -54,6 +54,9 @@ class Worker:
     def row(self, name):
         return self.draws[name][self.t]
 
+    def part(self, f, *inputs):
+        return common.tree_map(torch.Tensor.detach, f(*inputs))
+
     batches = common.Worker.batches
 
 

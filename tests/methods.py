@@ -14,7 +14,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "moon": 26,
     "mixup": 13,
     "stochdepth": 50,
-    "gradaug": 47,
+    "gradaug": 50,
     "fedalign": 44,
     "fedcka": 45,
     "scaffold": 50,
