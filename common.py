@@ -1052,8 +1052,7 @@ class Worker:
 
 @contextlib.contextmanager
 def garbage_collection_paused():
-    """Collect garbage, and then none inside the with block."""
-    gc.collect()
+    """Collect no garbage inside the with block."""
     gc.disable()
     try:
         yield
