@@ -981,8 +981,12 @@ class Worker:
         table[: len(rows)].copy_(rows, non_blocking=True)
 
     def _train_batch(self, step, size):
-        """Run one step, on a full batch as a CUDA graph or, where steps differ, as one a part."""
-        graphed = self.cuda and self.args.capture and size == self.args.batch_size
+        """Run one step, on a full batch as a CUDA graph or, where steps differ, as one a part.
+
+        A short batch that comes often has a graph too: a capture runs its step four times."""
+        often = size == self.args.batch_size
+        often = often or self.shapes is None and self.sizes.count(size) >= 8
+        graphed = self.cuda and self.args.capture and often
         self.in_parts = graphed and self.shapes is not None
         if graphed and not self.in_parts:
             self._graphed(size, self._step, (step, size))

@@ -1,6 +1,7 @@
 """Steps as CUDA graphs, shown on the CPU, where they are lists of operations on fixed tensors."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from methods import VARIANTS, final, final_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import fedavg
 import gradaug
 
 # the CPU's learning rate is a number, which a graph keeps; so it must not decay here
@@ -181,3 +183,24 @@ def test_a_part_that_cannot_be_captured(tmp_path, monkeypatch, capsys, graphs):
     assert same(expected, found)
     assert capsys.readouterr().err.startswith("gradaug.py: its step cannot be a CUDA graph")
     assert json.loads((tmp_path / "graphs" / "config.json").read_text())["graph"] is False
+
+
+@pytest.mark.parametrize("epochs, captured", [(7, 1), (8, 3)])
+def test_batch_sizes_that_come_often_have_a_graph(tmp_path, graphs, epochs, captured):
+    """Clients of 64 + 20 and 64 + 13 samples: a short batch an epoch, of either size."""
+
+    def run(args, local_update, **rest):
+        data = common.glyphs()
+        data = dataclasses.replace(data, x=data.x[:161], y=data.y[:161])
+        return common.run(args, local_update, data=data, net=wide_net())
+
+    argv = [*TINY, "--partition", "file", "--split-file", str(tmp_path / "split.json")]
+    argv += ["--clients", "2", "--workers", "1", "--epochs", str(epochs)]
+    parts = {0: list(range(84)), 1: list(range(84, 161))}
+    (tmp_path / "split.json").write_text(json.dumps(parts))
+    expected, _ = fedavg.main([*argv, "--out", str(tmp_path / "eager")], run=run)
+    graphs()
+    found, _ = fedavg.main([*argv, "--out", str(tmp_path / "graphs")], run=run)
+    assert same(expected.state_dict(), found.state_dict())
+    assert Graph.count == captured
+    assert set(Graph.worker.graphs) == ({32, 20, 13} if captured == 3 else {32})
