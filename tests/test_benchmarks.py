@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import TINY, refused
-from methods import ROOT
+from methods import ROOT, VARIANTS, needed
 
 import common
 import fedavg
@@ -15,6 +15,7 @@ import fedavg
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bare_loop  # noqa: E402
 import conventional  # noqa: E402
+import gpu  # noqa: E402
 import population  # noqa: E402
 import throughput  # noqa: E402
 
@@ -93,3 +94,90 @@ def test_throughput_refuses(capsys, argv, word):
     with pytest.raises(SystemExit):
         throughput.main(argv)
     assert word in capsys.readouterr().err
+
+
+SMALL = ["--small", "--device", "cpu"]
+
+
+def test_gpu_runs_small(monkeypatch, capsys):
+    """Every part, on the CPU: ways to run agree, and each has figures."""
+    monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)  # main changes it
+    assert gpu.main([*gpu.PARTS, *SMALL, "--no-processes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = json.loads(lines[-1])["table"]
+    assert [row["part"] for row in table] == list(gpu.PARTS)
+    assert [line.split()[1] for line in lines if line[:4] == "ok  "] == list(gpu.PARTS)
+    rows = {row["part"]: row for row in table}
+    for part in ("correct", "conduct"):
+        assert {rows[part][way] for way in ("eager", "three", "auto")} == {0}
+        assert rows[part]["loss"] > 0.1
+    for part in ("steps", "layouts"):
+        assert min(rows[part][k] for k in ("x1", "x2", "eager", "short", "short eager")) > 0
+        assert rows[part]["host"] <= rows[part]["x1"]
+    assert rows["rounds"]["20 epochs"] == rows["rounds"]["second"] * 5
+    assert rows["rounds"]["paper"] == 137.2
+    assert rows["command"]["samples/s"] > 0
+    assert any("convolution_backward" in name for name in rows["kernels"]["most"])
+
+
+def test_gpu_tells_failures_and_goes_on(monkeypatch, capsys):
+    """An exception, an exit and weights that differ each fail their own case alone."""
+    trained = gpu.train
+
+    def train(script, words, out, **own):
+        weights, *more = trained(script, words, out, **own)
+        if "3" in words:  # workers
+            weights = {k: v + 1e-7 for k, v in weights.items()}
+        return weights, *more
+
+    monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)
+    monkeypatch.setattr(gpu, "train", train)
+    parts = gpu.PARTS | {"memory": gpu.PARTS["memory"]._replace(small="nothing 32 2")}
+    monkeypatch.setattr(
+        gpu, "PARTS", parts | {"loops": parts["loops"]._replace(small="bare_loop -")}
+    )
+    argv = ["correct", "memory", "loops", "machine", *SMALL, "--no-processes"]
+    assert gpu.main(argv) == 1
+    out = capsys.readouterr().out
+    table = json.loads(out.splitlines()[-1])["table"]
+    assert [row["ok"] for row in table] == [False, False, False, True]
+    assert 0 < table[0]["three"] < 1e-6
+    assert table[1]["error"].startswith("KeyError")
+    assert "exit code 2" in table[2]["error"]
+    assert out.count("FAIL") == 3
+
+
+def test_gpu_runs_cases_in_processes(capsys):
+    assert gpu.main(["machine", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["table"][0]
+    assert row["torch"] == torch.__version__
+    assert row["copy TB/s"] > 0
+    assert gpu.main(["steps", "--only", "no such case", "--device", "cpu"]) == 1
+
+
+def test_gpu_checks_every_variant():
+    """All of the tests' table; in other words where these are about the size of the run."""
+    sizes = ("--model resnet56", "--batch-size 16", "--local-steps 2")
+    wanted = set()
+    for name, more in VARIANTS:
+        for size in sizes:
+            more = more.replace(size, "")
+        wanted.add(" ".join([name, *needed(name, ["--model"]), *more.split()]))
+    assert wanted <= set(gpu.listed(gpu.VARIANTS))
+    assert set(gpu.papers_seconds()) >= set(gpu.TABLE_5)
+
+
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["nothing"], "PART"),
+        (["machine", "--limit", "0"], "--limit"),
+        (SMALL, "PART"),
+    ],
+)
+def test_gpu_refuses(capsys, argv, word):
+    with pytest.raises(SystemExit) as stop:
+        gpu.main(argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert word in err and len(err.splitlines()) == 1
