@@ -1,0 +1,129 @@
+"""Files of a run or of its data that are damaged, exchanged or gone when the run is read again.
+
+What reproduce.compare reads, config.json and metrics.jsonl, is text that a user may edit: other
+numbers there are no failure of its. A resume has the checkpoint to hold them against."""
+
+import os
+import random
+import shutil
+
+from chaotic.world import METHODS, SIGHTS, difference, files_of, train
+
+COMMANDS = {  # what reads the files, and in which folder of the World
+    "resume": "new",
+    "extend": "2-{}",
+    "begin": "4-{}",
+    **dict.fromkeys(SIGHTS, "4-{}"),
+}
+
+
+# --- damages to a path of a folder; rng: of random.Random. Each returns what it did.
+
+
+def flip(path, world, rng):
+    content = bytearray(path.read_bytes())
+    place, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+    return f"bit {bit} of byte {place} flipped"
+
+
+def cut_short(path, world, rng):
+    size = rng.choice([0, rng.randrange(path.stat().st_size)])
+    os.truncate(path, size)
+    return f"cut to {size} bytes"
+
+
+def zero(path, world, rng):
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(len(content))
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    path.write_bytes(content)
+    return f"zeros from byte {start} on"
+
+
+def delete(path, world, rng):
+    path.unlink()
+    return "deleted"
+
+
+def become(path, world, rng):
+    path.unlink()
+    kind = rng.choice(["folder", "FIFO", "link to itself", "link to nothing"])
+    make = {"folder": path.mkdir, "FIFO": lambda: os.mkfifo(path)}
+    make.get(kind, lambda: path.symlink_to(path if kind == "link to itself" else "nothing"))()
+    return f"now a {kind}"
+
+
+def exchange(path, world, rng):
+    """Put another file of the same sort in its place, with its own or with the old one's times."""
+    others = [p for p in world.root.glob("[24]-*/**/*") if p.suffix == path.suffix and p.is_file()]
+    other = rng.choice([p for p in sorted(others) if p.read_bytes() != path.read_bytes()])
+    stat = path.stat()
+    shutil.copyfile(other, path)
+    if rng.random() < 0.5:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return f"now {other.relative_to(world.root)}"
+
+
+def join(path, world, rng):
+    """Put a file of the user's beside it."""
+    name = rng.choice([f"{path.stem} (1){path.suffix}", "notes.tmp", "notes.txt"])
+    shutil.copy(path, path.with_name(name))
+    return f"joined by {name}"
+
+
+DAMAGES = [flip, flip, flip, cut_short, zero, delete, become, exchange, exchange, join]
+
+
+# --- a case
+
+
+def case(world, n):
+    """Damage a file and read the run; return what was done, and what is wrong, "" if nothing."""
+    rng = random.Random(f"{world.seed} damage {n}")
+    i, command = rng.randrange(len(METHODS)), rng.choice([*COMMANDS])
+    damage = rng.choice(DAMAGES)
+    with world.copy(COMMANDS[command].format(i)) as folder:
+        if command == "resume":  # of a run that was killed after a checkpoint
+            count = len(world.operations[i])
+            train(folder, METHODS[i], "--rounds", 4, how="kill", at=rng.randint(count // 2, count))
+        if command == "begin":  # anew, on data that have a cache
+            shutil.rmtree(folder / "run")
+        part = folder / ("data" if command == "begin" or rng.random() < 0.2 else "run")
+        paths = [p for p in files_of(part) if command != "begin" or p.name.startswith(".cache")]
+        path = rng.choice(sorted(paths))
+        if path.suffix in (".json", ".jsonl") and command == "compare":
+            damage = rng.choice([delete, become])
+        what = f"{METHODS[i]}, {command}, {path.relative_to(folder)}: "
+        others = {*path.parent.iterdir()}
+        what += damage(path, world, rng)
+        return what, read_again(world, folder, i, command, {*path.parent.iterdir()} - others)
+
+
+def read_again(world, folder, i, command, joined):
+    """Return what is wrong with a command on a run that was damaged, "" if nothing.
+
+    joined: files of the user's that must stay."""
+    before = files_of(folder)
+    if command in SIGHTS:
+        outcome, found = world.see(folder, command)
+        same = found == world.seen(i, 4, command)
+    else:
+        outcome = train(folder, METHODS[i], "--rounds", 4, how="none")
+    fault = outcome.fault(0, 2)
+    if fault:
+        return fault
+    gone = [path.name for path in joined if not path.exists()]
+    if gone:
+        return f"{gone[0]}, which is the user's, was removed"
+    if outcome.code == 2:
+        after = files_of(folder)  # where a cache may be another
+        changed = [p for p in before if p.name[0] != "." and after.get(p) != before[p]]
+        return changed and f"refused, but changed {changed[0].relative_to(folder)}" or ""
+    if command in SIGHTS:
+        return "" if same else "other results, without a word"
+    for path in joined:
+        path.unlink()
+    fault = difference(world.root / f"4-{i}" / "run", folder / "run")
+    return fault and f"done without a word, but {fault}"
