@@ -139,7 +139,7 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
     with one_line_errors(args.script, args, "use fewer --workers, a smaller --batch-size or cpu"):
         check_files(args)
         args.out = args.out or default_out(args)
-        with contextlib.closing(RunFolder(args)) as folder:
+        with contextlib.closing(RunFolder(args, code_of(method))) as folder:
             folder.take()
             if data is None and not args.resume:
                 check_before_data(args, adapt, net)
@@ -2595,8 +2595,9 @@ OWN_LEFTOVERS = {
 class RunFolder:
     """The folder of a run, from which it resumes exactly."""
 
-    def __init__(self, args):
+    def __init__(self, args, code=None):
         self.args, self.out, self.script = args, pathlib.Path(args.out), args.script
+        self.code = code  # of code_of()
         self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
         self.digests = None  # of the data
         self.rows, self.size = [], 0  # of metrics.jsonl, and its bytes
@@ -2612,6 +2613,8 @@ class RunFolder:
             self._lock()
             self.config = read_config(self.out)
             check_resumed(self.args, self.config["flags"])
+            if self.config.get("code") and self.code:
+                extra("identity", "--resume").check_same(self.out, self.config["code"], self.code)
             # 0 workers: a GPU's number was never settled
             self.workers = self.config["workers"], self.config["threads"]
             self.args.capture = self.args.graph and self.config.get("graph", True)
@@ -2686,7 +2689,8 @@ class RunFolder:
             "moved": self.args.moved,
             "device": hardware(self.args.device),
             "versions": {"python": platform.python_version(), **versions},
-            "commit": commit(),
+            "code": self.code and self.code.parts,
+            "commit": commit(self.code.files if self.code else ()),
             "data": self.digests,
         }
         self.write_config()
@@ -2847,18 +2851,34 @@ def hardware(device):
     return f"{name}, {CORES} cores"
 
 
-def commit():
-    """Return the commit of the code, with + if it was changed since; None outside a repository."""
+def code_of(method):
+    """Return what tells a Method's functions from others; None in a copy without extras/."""
+    try:
+        return extra("identity", "config.json").Code(method)
+    except UserError:
+        return None
+
+
+def commit(files=()):
+    """Return the commit of the code; None outside a repository.
+
+    "+changes" follows where that is not all: the repository's files were changed since, or one of
+    files, those of the code that ran, is not among them."""
 
     def git(*words):
         where = {"cwd": pathlib.Path(__file__).parent, "capture_output": True, "text": True}
         return subprocess.run(["git", *words], check=True, **where).stdout.strip()
 
     try:
+        head = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
+    try:
+        git("ls-files", "--error-unmatch", "--", *sorted(files))
+    except subprocess.CalledProcessError:
+        changed = True
+    return head + "+changes" * bool(changed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -64,9 +64,24 @@ def parsed_flags(command):
 
     Exits with one line and code 2 if the script refuses them.
     """
+    return common.flag_values(parsed(command)[0])
+
+
+def code_parts(command):
+    """Return what config.json would keep of the code of a command line's functions."""
+    return common.code_of(parsed(command)[1]).parts
+
+
+def parsed(command):
+    """Return what a command line's script hands to common.run(): args and the Method."""
     script, *words = shlex.split(command)
     main = importlib.import_module(script.removesuffix(".py")).main
-    return common.flag_values(main(words, run=lambda args, *_, **__: args))
+
+    def handed(args, local_update, aggregate=None, after_round=None, adapt=None, **_):
+        aggregate = aggregate or common.average
+        return args, common.Method(local_update, aggregate, after_round, adapt)
+
+    return main(words, run=handed)
 
 
 def dirichlet(alpha, partition="dirichlet"):

@@ -159,7 +159,7 @@ def pooled_table(groups, flag, at):
         if flag not in group.flags:
             raise common.UserError(f"argument --over: {group.runs[0].path} has no flag {flag}")
         others = json.loads(group.runs[0].key[1])
-        others.pop(flag, None)
+        others[0].pop(flag, None)
         key = group.script, json.dumps(others, sort_keys=True), pool_of(group.flags[flag])
         pools.setdefault(key, []).append(group)
     lines = []
@@ -193,7 +193,7 @@ def footnote(groups, lines):
 
 
 def short_commit(commit):
-    return commit[:7] + ("+" if commit.endswith("+") else "")
+    return commit[:7] + ("+" if "+" in commit else "")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 import shlex
 
 import common
-from reproduce.cells import AFTER, all_cells, home, parsed_flags
+from reproduce.cells import AFTER, all_cells, code_parts, home, parsed_flags
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # where the scripts lie
@@ -235,6 +235,8 @@ def state_of(folder, command):
             f"{folder}: holds a run of {run.script}.py, not {script}.py; move it away, or name "
             "other --runs"
         )
+    if run.code:
+        check_code(run, code_parts(command))
     flags = parsed_flags(command)
     checkpoint = (folder / "checkpoint.pt").exists()
     # of a record there are config.json and metrics.jsonl alone
@@ -248,6 +250,17 @@ def state_of(folder, command):
         )
     check_flags(run, flags, finished)
     return "finished" if finished else "begun"
+
+
+def check_code(run, code):
+    """Raise UserError naming a function in which a run differs from the script as it is now."""
+    for part in {**run.code, **code}:
+        began, now = run.code.get(part, "none"), code.get(part, "none")
+        if began != now:
+            raise common.UserError(
+                f"{run.path}: holds a run with another {part}, {began}, where {run.script}.py now "
+                f"has {now}; move it away, or name other --runs"
+            )
 
 
 def check_flags(run, flags, finished):

@@ -10,7 +10,7 @@ import typing
 
 import common
 from reproduce.figures import curve, means
-from reproduce.rows import Row, differing_flags, table_rows
+from reproduce.rows import Row, code_labels, differing_flags, table_rows
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, hardware_of
 
 COLOURS = [  # told apart by all eyes
@@ -395,7 +395,7 @@ def other_flags(group, without, picture):
     """Return the flags, as text, that groups on one line share."""
     flags = {k: v for k, v in decisive_flags(group.flags).items() if k not in without}
     hardware = hardware_of(group) if picture.against_figure else ""
-    return json.dumps([flags, hardware], sort_keys=True)
+    return json.dumps([flags, hardware, group.code], sort_keys=True)
 
 
 def line_points(groups, picture):
@@ -427,4 +427,4 @@ def line_label(method, groups, lines, picture):
         values = dict.fromkeys(as_text(group.flags.get(flag)) for group in groups)
         parts.append(f"{flag} {' '.join(values)}")
     more = ["..."] if len(parts) > 3 else []
-    return ", ".join([method, *parts[:3], *more])
+    return ", ".join([method, *parts[:3], *more, *code_labels(groups[0], same_method)])

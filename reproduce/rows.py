@@ -49,7 +49,26 @@ def method_label(group, groups):
         name += f" ({group.script})" * (name != group.script != "fedavg")
     flags = [flag for flag in group.flags if flag not in {*SETTING_FLAGS, *MACHINE_FLAGS, "seed"}]
     parts = [f"{flag}={as_text(group.flags[flag])}" for flag in differing_flags(flags, groups)]
-    return " ".join([name, *parts])
+    return " ".join([name, *parts, *code_labels(group, groups)])
+
+
+def code_labels(group, groups):
+    """Return what tells a group's code from that of groups of the same script, as texts.
+
+    It is a function's name, with its digest where names are the same.
+    """
+    codes = [other.code for other in groups if other.script == group.script]
+    if group.code is None:
+        return ["(code not recorded)"] if any(codes) else []
+    labels = []
+    for part in sorted(set().union(*filter(None, codes))):
+        texts = {code.get(part, "none") for code in codes if code}
+        names = {text.split(" ")[0] for text in texts}
+        text = group.code.get(part, "none")
+        if len(texts) > 1:
+            short = text.split(" ")[0] if len(names) == len(texts) else text.replace(" ", " #")
+            labels.append(f"{part}={short}")
+    return labels
 
 
 def differing_flags(flags, groups):

@@ -45,6 +45,7 @@ class RunRecord:
 
     path: pathlib.Path
     script: str
+    code: dict | None  # {"local_update": "NAME DIGEST", ...}; None: not recorded
     flags: dict
     rows: list  # of metrics.jsonl, rounds 1, 2, ...
     hardware: str
@@ -59,7 +60,8 @@ class RunRecord:
     @property
     def key(self):
         """What two runs share when only their seeds differ."""
-        return self.script, json.dumps(decisive_flags(self.flags), sort_keys=True)
+        what = [decisive_flags(self.flags), self.code]
+        return self.script, json.dumps(what, sort_keys=True)
 
     @property
     def speed(self):
@@ -110,6 +112,7 @@ def read_run(path):
     return RunRecord(
         path=path,
         script=config["script"],
+        code=config.get("code"),
         flags=flags,
         rows=read_rows(path),
         hardware=str(config.get("device")),
@@ -154,7 +157,13 @@ def is_config(config):
         and type(config.get("workers")) in (int, types.NoneType)
         and type(config.get("versions")) in (dict, types.NoneType)
         and type(config.get("commit")) in (str, types.NoneType)
+        and is_code(config.get("code"))
     )
+
+
+def is_code(code):
+    """Whether code is what config.json may hold of a method's functions."""
+    return code is None or all(type(text) is str for text in [*code.keys(), *code.values()])
 
 
 def read_rows(path):
@@ -211,6 +220,10 @@ class Group:
         return self.runs[0].script
 
     @property
+    def code(self):
+        return self.runs[0].code
+
+    @property
     def complete(self):
         return self.rounds >= self.flags["rounds"]
 
@@ -229,7 +242,12 @@ def group_runs(records, warn):
     for record in records:
         by_key.setdefault(record.key, []).append(record)
     groups = [group_of(same, warn) for same in by_key.values()]
-    return [group for group in groups if group]
+    groups = [group for group in groups if group]
+    for script in dict.fromkeys(group.script for group in groups):
+        codes = {json.dumps(group.code) for group in groups if group.script == script}
+        if len(codes) > 1:
+            warn(f"{script}: the code of its runs differs, so they are {len(codes)} methods")
+    return groups
 
 
 def group_of(records, warn):

@@ -1,6 +1,7 @@
 """The command reproduce: which runs a table or a sweep needs, what is there, what is shown."""
 
 import csv
+import json
 import pathlib
 import re
 import shlex
@@ -21,7 +22,7 @@ from makers import (
 from reproduce import __main__ as command_module
 from reproduce import cells as cells_module
 from reproduce import compare, jobs, published, runner
-from reproduce.cells import AFTER, Cell, bare, home, parsed_flags
+from reproduce.cells import AFTER, Cell, bare, code_parts, home, parsed_flags
 from reproduce.jobs import select_cells, sweep_points
 from reproduce.runner import Outcome
 
@@ -259,6 +260,20 @@ def test_a_run_with_other_flags_is_not_finished(swept, more, message):
     """The folder and the flag are named, whichever decides."""
     folder, sweep = swept
     assert is_refused(sweep(*more), message, str(folder))
+
+
+def test_a_run_of_other_code_is_not_finished(swept):
+    folder, sweep = swept
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for code, message in (
+        (code_parts("fedavg.py"), ""),
+        (code_parts("fedprox.py"), "another local_update, local_update "),
+        (code_parts("fedavg.py") | {"aggregate": "median 1"}, "another aggregate, median 1"),
+    ):
+        path.write_text(json.dumps(config | {"code": code}))
+        result = sweep()
+        assert is_refused(result, message, str(folder)) if message else result[:2] == (0, "")
 
 
 @pytest.mark.parametrize("more", [["--workers", "2"], ["--augment", "none"], ["--data-dir", "x"]])

@@ -650,8 +650,6 @@ def test_full_disk_is_one_line(tmp_path):
 
 def test_divergence_names_round_and_client(tmp_path, capsys):
     out = tmp_path / "run"
-    fedavg.main([*TINY, "--rounds", "1", "--out", str(out)])
-    good = (out / "checkpoint.pt").read_bytes()
 
     def local_update(worker, client, server, args):
         if server["round"] == 2 and client.id == 2:
@@ -659,7 +657,10 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
                 worker.net[0][0].weight[0, 0, 0, 0] = float("nan")
         yield from fedavg.local_update(worker, client, server, args)
 
-    args = common.flags("x", "fedavg").parse_args(resumed(out))
+    parser = common.flags("x", "fedavg")
+    common.run(parser.parse_args([*TINY, "--rounds", "1", "--out", str(out)]), local_update)
+    good = (out / "checkpoint.pt").read_bytes()
+    args = parser.parse_args(resumed(out))
     with pytest.raises(SystemExit) as stop:
         common.run(args, local_update)
     err = capsys.readouterr().err

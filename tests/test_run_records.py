@@ -11,6 +11,7 @@ from makers import PLAIN, ROOT, make_groups, make_run, read_rows, run_compare, w
 import fedavg
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
+from reproduce.plot import Picture, lines_over
 from reproduce.runs import (
     Group,
     baseline,
@@ -157,6 +158,47 @@ def test_groups_are_runs_that_differ_by_seed_only(tmp_path):
     assert means(cut)["last"].mean == 3  # round 2 of both: 2 and 4
     again, empty = warnings
     assert "again" in again and "a0" in again and "empty" in empty
+
+
+def set_config(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return folder
+
+
+AVERAGE = {"local_update": "local_update 11111111", "aggregate": "average 22222222"}
+MEDIAN = AVERAGE | {"aggregate": "median 33333333"}
+
+
+def test_other_code_is_another_method(tmp_path, capsys):
+    """A median that calls itself fedavg is no further seed of FedAvg, nor its run again."""
+    codes = [AVERAGE, AVERAGE, MEDIAN, MEDIAN | {"aggregate": "median 44444444"}, None]
+    folders = []
+    for i, (seed, code) in enumerate(zip((0, 1, 0, 0, 0), codes)):
+        folder = make_run(tmp_path / str(i), seed=seed, accuracies=(10, 20, 30, 40 + i))
+        folders.append(set_config(folder, code=code))
+    code, out, err = run_compare(capsys, *folders)
+    rows = [line.split()[:3] for line in out.splitlines() if line.startswith("fedavg ")]
+    assert code == 0 and rows == [
+        ["fedavg", "aggregate=average", "#22222222"],
+        ["fedavg", "aggregate=median", "#33333333"],
+        ["fedavg", "aggregate=median", "#44444444"],
+        ["fedavg", "(code", "not"],
+    ]
+    assert err == "reproduce.compare: fedavg: the code of its runs differs, so they are 4 methods\n"
+    _, out, _ = run_compare(capsys, *folders[:3])
+    assert "fedavg aggregate=average  2 " in out and "fedavg aggregate=median   1 " in out
+    lines = lines_over(Picture(make_groups(*folders[:3]), None, "lr", []))
+    assert [line.label for line in lines] == [
+        "fedavg, aggregate=average",
+        "fedavg, aggregate=median",
+    ]
+
+
+@pytest.mark.parametrize("code", [3, [1], {"local_update": 1}])
+def test_damaged_code(tmp_path, capsys, code):
+    folder = set_config(make_run(tmp_path / "a"), code=code)
+    assert "config.json is damaged" in run_compare(capsys, folder)[2]
 
 
 def test_a_line_being_written_does_not_count(tmp_path):

@@ -1,0 +1,149 @@
+"""What a method's code is: a run is of its script's name and of what its functions do."""
+
+import ast
+import contextlib
+import dis
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import marshal
+import os
+import pathlib
+import sys
+
+from common import UserError
+
+
+class Code:
+    """What a method's functions do, so that another method of the same name is told apart.
+
+    parts: {"local_update": "NAME DIGEST", ...} of a Method; files: that hold the code. A digest is
+    of the syntax of a function and of all that it names: functions, classes and plain values,
+    wherever they stand. Comments, docstrings and formatting do not count. What is in common.py,
+    extras/ and installed packages counts by its name, a tensor or another object by its type."""
+
+    def __init__(self, method):
+        self.files, self.parts = set(), {}
+        for part, f in method._asdict().items():
+            if f is not None:
+                self.seen = set()
+                digest = hashlib.sha256(json.dumps(self.of(f)).encode()).hexdigest()[:8]
+                while isinstance(f, functools.partial):
+                    f = f.func
+                self.parts[part] = f"{getattr(f, '__name__', type(f).__name__)} {digest}"
+
+    def of(self, value):
+        """Return what value is or does, as nested lists."""
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            return [self.of(v) for v in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(json.dumps(self.of(v)) for v in value)
+        if isinstance(value, dict):
+            return [[repr(k), self.of(value[k])] for k in sorted(value, key=repr)]
+        if isinstance(value, functools.partial):
+            return self.of((value.func, value.args, value.keywords))
+        if inspect.ismethod(value):
+            return self.of((value.__func__, value.__self__))
+        return self._of_object(value)
+
+    def _of_object(self, value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        module = getattr(value, "__module__", None)
+        if not is_own(module):
+            return f"{module}.{name}"
+        if id(value) in self.seen:
+            return name
+        self.seen.add(id(value))
+        if inspect.isfunction(value) and is_own(value.__globals__.get("__name__")):
+            return [name, self._source(value.__code__), self.of(read_by(value))]
+        if hasattr(value, "__wrapped__"):  # by a decorator, which is in its source
+            return [name, self.of(value.__wrapped__)]
+        if isinstance(value, type):
+            own = {k: v for k, v in vars(value).items() if k[:2] != "__" or inspect.isfunction(v)}
+            return [name, self.of(value.__bases__), self.of(own)]
+        return [self.of(type(value)), self.of(getattr(value, "__dict__", None))]
+
+    def _source(self, code):
+        """Return the syntax of a function's source, or its bytecode where there is none."""
+        self.files.add(os.path.realpath(code.co_filename))
+        with contextlib.suppress(OSError, SyntaxError):
+            text = "".join(inspect.findsource(code)[0])
+            compiled = compile(text, code.co_filename, "exec", dont_inherit=True)
+            # a file that was edited since it was imported is not what runs
+            if marshal.dumps(code, 0) in [marshal.dumps(inner, 0) for inner in codes_in(compiled)]:
+                return [syntax(f) for f in ast.walk(ast.parse(text)) if begins_at(f, code)]
+        return [[c.co_code.hex(), self.of(c.co_names), self._constants(c)] for c in codes_in(code)]
+
+    def _constants(self, code):
+        return [self.of(value) for value in code.co_consts if not inspect.iscode(value)]
+
+
+def codes_in(code):
+    """Return a code object and all inside it."""
+    inner = [codes_in(value) for value in code.co_consts if inspect.iscode(value)]
+    return [code, *itertools.chain(*inner)]
+
+
+def read_by(f):
+    """Return what a function reads that is not handed to it: [{name: value}, ...]."""
+    words = [i for code in codes_in(f.__code__) for i in dis.get_instructions(code)]
+    names = {i.argval for i in words if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = {i.argval for i in words if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    read = [{name: f.__globals__[name] for name in names & f.__globals__.keys()}]
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not bound yet
+            read.append({name: cell.cell_contents})
+    modules = []
+    for values in read:  # which grows by what is read of the user's modules
+        for module in filter(inspect.ismodule, values.values()):
+            if is_own(module.__name__) and module not in modules:
+                modules.append(module)
+                members = attributes & vars(module).keys()
+                read.append({name: vars(module)[name] for name in members})
+    return [*read, f.__defaults__, f.__kwdefaults__]
+
+
+def is_own(module):
+    """Return whether a module, by its name, is not common.py, extras/, Python's or installed."""
+    root = str(module).partition(".")[0]
+    if module is None or root in {"common", "extras", *sys.stdlib_module_names}:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    installed = {"site-packages", "dist-packages"} & set(pathlib.Path(file).parts)
+    return root == "__main__" or not installed
+
+
+def begins_at(node, code):
+    """Return whether a node of a syntax tree is a function in the first line of code."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return False
+    lines = [part.lineno for part in (node, *getattr(node, "decorator_list", ()))]
+    return min(lines) == code.co_firstlineno
+
+
+def syntax(node):
+    """Return a syntax tree as nested lists, without places and docstrings.
+
+    Nor what is empty, in which Pythons differ."""
+    if isinstance(node, list):
+        text = [isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in node]
+        return [syntax(n) for n, silent in zip(node, text) if not silent]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(k, v) for k, v in ast.iter_fields(node) if v is not None and v != []]
+    return [type(node).__name__, *([k, syntax(v)] for k, v in fields)]
+
+
+def check_same(out, recorded, code):
+    """Raise UserError where code is not what began the run in out; recorded: that Code's parts."""
+    for part in {**recorded, **code.parts}:
+        begun, now = recorded.get(part, "none"), code.parts.get(part, "none")
+        if begun != now:
+            raise UserError(
+                f"--out {out}: began with another {part}, {begun}, where now it is {now}; bring "
+                "that back, or start a new run with another --out"
+            )

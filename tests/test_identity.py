@@ -1,0 +1,323 @@
+"""extras/identity.py: what counts as the same code, in files, notebooks and partial functions."""
+
+import functools
+import importlib.util
+import linecache
+import runpy
+import subprocess
+import sys
+
+import pytest
+from conftest import TINY, refused
+from methods import ROOT
+from runs import config_of, rounds_in
+
+import common
+import fedavg
+from extras.identity import Code
+
+SOURCE = '''
+import functools
+import torch
+import torch.nn.functional as F
+import common
+import helpers
+from fedavg import local_update as average_update
+
+SCALE = 2.0
+NAMES = {"a": [1, 2]}
+net = None
+
+class Trim:
+    """Trims."""
+    share = 0.1
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, net, received, server, args):
+        return self.n * self.share
+
+def loss_of(out, y):
+    return F.cross_entropy(out, y) * SCALE
+
+def local_update(worker, client, server, args):
+    """The loss times SCALE."""
+    net, opt = worker.net, worker.opt
+    def step(x, y):
+        out = net(x)  # a forward pass
+        loss = loss_of(out, y)
+        return loss + helpers.term(out) + len(NAMES)
+    yield step
+
+def twice(f):
+    @functools.wraps(f)
+    def both(*args, **options):
+        return 2 * f(*args, **options)
+    return both
+
+@twice
+@torch.no_grad()
+def aggregate(net, received, server, args, trim=0.1):
+    def deep():
+        return 3
+    return deep() * trim
+
+def made(k):
+    def inner(net, received, server, args):
+        return k
+    return inner
+
+METHODS = {
+    "plain": aggregate,
+    "partial": functools.partial(aggregate, trim=0.2),
+    "object": Trim(4),
+    "lambda": lambda net, received, server, args: 5,
+    "closure": made(6),
+    "bound": Trim(7).__call__,
+}
+'''
+HELPERS = "def term(out):\n    return 0.5 * out.mean()\n\ndef other():\n    return 1\n"
+STEPS = [*TINY, "--clients", "2", "--local-steps", "1", "--rounds", "1"]
+KINDS = ["plain", "partial", "object", "lambda", "closure", "bound"]
+
+
+def module_of(folder, source=SOURCE, helpers=HELPERS, name="mine"):
+    """Return the module of a source, imported from folder beside its helpers."""
+    folder.mkdir(exist_ok=True)
+    for stem, text in (("helpers", helpers), (name, source)):
+        path = folder / f"{stem}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(stem, path)
+        module = sys.modules[stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A function of sources that returns the parts of their Code, by a kind of aggregate."""
+    for name in ("mine", "helpers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    count = iter(range(99))
+
+    def parts(source=SOURCE, kind="plain", **options):
+        module = module_of(tmp_path / str(next(count)), source, **options)
+        return Code(common.Method(module.local_update, module.METHODS[kind])).parts
+
+    return parts
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("  # a forward pass", ""),
+        ('    """The loss times SCALE."""\n', ""),
+        ('    """Trims."""\n', '    """Trims the most."""\n'),
+        ("SCALE = 2.0\n", "SCALE = 2.0  # of the loss\n\n\n"),
+        ("        return loss + helpers.term(out)", "        return (loss\n  + helpers.term(out))"),
+        ("net = None", "net = torch.ones(3)"),  # net is an attribute, and a local name
+        ('{"a": [1, 2]}', "dict(a=[1, 2])"),
+        ("\nMETHODS", "\ndef main():\n    print(9)\n\nMETHODS"),
+    ],
+)
+def test_what_does_not_count(parts, old, new):
+    assert SOURCE.count(old) == 1 or old.startswith("  ")
+    for kind in KINDS:
+        assert parts(SOURCE.replace(old, new, 1), kind) == parts(kind=kind)
+
+
+@pytest.mark.parametrize(
+    "kind, part, old, new",
+    [
+        ("plain", "local_update", "loss = loss_of(out, y)", "loss = 2 * loss_of(out, y)"),
+        (
+            "plain",
+            "local_update",
+            "cross_entropy(out, y)",
+            "cross_entropy(out, y, reduction='sum')",
+        ),
+        ("plain", "local_update", "SCALE = 2.0", "SCALE = 3.0"),
+        ("plain", "local_update", "[1, 2]", "[1, 3]"),
+        ("plain", "aggregate", "return 3", "return 4"),
+        ("plain", "aggregate", "trim=0.1", "trim=0.3"),
+        ("plain", "aggregate", "2 * f(*args", "3 * f(*args"),
+        ("plain", "aggregate", "@torch.no_grad()", "@torch.enable_grad()"),
+        ("partial", "aggregate", "trim=0.2", "trim=0.4"),
+        ("partial", "aggregate", "return 3", "return 4"),
+        ("object", "aggregate", "Trim(4)", "Trim(5)"),
+        ("object", "aggregate", "self.n * self.share", "self.n + self.share"),
+        ("object", "aggregate", "share = 0.1", "share = 0.2"),
+        ("bound", "aggregate", "Trim(7)", "Trim(8)"),
+        ("lambda", "aggregate", "args: 5", "args: 6"),
+        ("closure", "aggregate", "made(6)", "made(9)"),
+    ],
+)
+def test_what_counts(parts, kind, part, old, new):
+    """and nothing but the part that was changed is another."""
+    assert SOURCE.count(old) == 1
+    before, after = parts(kind=kind), parts(SOURCE.replace(old, new), kind)
+    assert {key for key in before if before[key] != after[key]} == {part}
+
+
+def test_helpers_of_another_file_count_where_they_are_used(parts):
+    assert parts(helpers=HELPERS.replace("0.5", "0.6")) != parts()
+    assert parts(helpers=HELPERS.replace("return 1", "return 2")) == parts()
+
+
+def test_a_file_edited_since_its_import_is_not_what_runs(tmp_path, monkeypatch):
+    for name in ("mine", "helpers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    module = module_of(tmp_path)
+    method = common.Method(module.local_update, module.aggregate)
+    before = Code(method).parts
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE.replace("return 3", "return 44"))
+    edited = Code(method).parts
+    again = module_of(tmp_path, SOURCE.replace("return 3", "return 44"))
+    assert Code(common.Method(again.local_update, again.aggregate)).parts != edited != before
+
+
+def cell(number, text, space):
+    """Run the cell of a notebook as IPython does, which keeps its text for inspect."""
+    name = f"/tmp/ipykernel_1/{number}.py"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    exec(compile(text, name, "exec"), space)
+    return Code(common.Method(space["local_update"], common.average)).parts
+
+
+CELL = """
+def local_update(worker, client, server, args):
+    net = worker.net
+    def step(x, y):
+        return loss_of(net(x)) * mu
+    yield step
+"""
+
+
+def test_notebooks(monkeypatch):
+    """A cell that is run again, with a word for --resume or with comments, is the same."""
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+    space = {"__name__": "__main__", "mu": 0.1}
+    exec("def loss_of(out):\n    return out.mean()", space)  # without its source
+    first = cell(1, CELL, space)
+    assert cell(2, f"# again\n{CELL}\nnet = 'run(--resume)'", space) == first
+    assert cell(3, CELL.replace("net(x)", "-net(x)"), space) != first
+    assert cell(4, CELL, space | {"mu": 0.2}) != first
+    exec("def loss_of(out):\n    return out.mean()", space)
+    assert cell(5, CELL, space) == first
+    exec("def loss_of(out):\n    return out.sum()", space)
+    assert cell(6, CELL, space) != first
+
+
+def test_a_script_is_the_same_imported_and_run(tmp_path, monkeypatch):
+    """Its module is __main__ in one case, and in the other has its name."""
+    out = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["fedavg.py", *STEPS, "--out", str(out)])
+    runpy.run_path(str(ROOT / "fedavg.py"), run_name="__main__")
+    code = config_of(out)["code"]
+    assert code == Code(common.Method(fedavg.local_update, common.average)).parts
+    assert code["local_update"].startswith("local_update ") and len(code["local_update"]) == 21
+
+
+# --- runs
+
+
+def median(net, received, server, args):
+    common.average(net, received, server, args)
+
+
+def start(words, *functions, script=fedavg.__file__):
+    """Run words with functions of a method under a script's name."""
+    return common.run(common.flags("", script).parse_args(words), *functions)
+
+
+class Script:
+    """A script of FedAvg's name, for refused()."""
+
+    def __init__(self, *functions):
+        self.functions = functions
+
+    def main(self, argv):
+        return start(argv, *self.functions)
+
+
+def test_another_method_does_not_resume(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    fedavg.main([*STEPS, "--out", out])
+    more = ["--out", out, "--resume", "--rounds", "2"]
+    aggregate = Script(fedavg.local_update, median)
+    refused(capsys, aggregate, more, "another aggregate", "average", "median", out)
+    again = Script(fedavg.local_update, None, lambda *_: None)
+    refused(capsys, again, more, "another after_round", "none", "<lambda>")
+    part = Script(functools.partial(fedavg.local_update))
+    refused(capsys, part, more, "another local_update", "local_update ")
+    assert rounds_in(tmp_path / "run") == 1
+    fedavg.main(more)
+    assert rounds_in(tmp_path / "run") == 2
+
+
+def test_partial_functions_run_and_resume(tmp_path, capsys):
+    def aggregate(net, received, server, args, trim):
+        common.average(net, received, server, args)
+
+    out = str(tmp_path / "run")
+    start([*STEPS, "--out", out], fedavg.local_update, functools.partial(aggregate, trim=1))
+    more = ["--out", out, "--resume", "--rounds", "2"]
+    other = Script(fedavg.local_update, functools.partial(aggregate, trim=2))
+    refused(capsys, other, more, "another aggregate", "aggregate ")
+    start(more, fedavg.local_update, functools.partial(aggregate, trim=1))
+    assert rounds_in(tmp_path / "run") == 2
+
+
+def test_a_run_from_before_code_was_recorded_resumes(tmp_path):
+    out = tmp_path / "run"
+    fedavg.main([*STEPS, "--out", str(out)])
+    config = (out / "config.json").read_text()
+    code = config[config.index(' "code"') : config.index(' "commit"')]
+    (out / "config.json").write_text(config.replace(code, ""))
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "2"])
+    assert rounds_in(out) == 2
+
+
+# --- the commit
+
+
+def git(folder, *words):
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=b", *words], cwd=folder, check=True
+    )
+
+
+def test_what_is_not_in_the_commit_is_marked(tmp_path, monkeypatch):
+    """Changed files of the repository; a script that is untracked, elsewhere, or in no file."""
+    script, other = tmp_path / "fedavg.py", tmp_path / "untracked.py"
+    for path in (tmp_path / "common.py", script):
+        path.write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    clean = common.commit()
+    assert len(clean) == 40 and common.commit([str(script)]) == clean
+    other.write_text("")
+    assert common.commit([str(script)]) == clean
+    for file in (other, tmp_path.parent / "x.py", "<stdin>"):
+        assert common.commit([str(script), str(file)]) == f"{clean}+changes"
+    script.write_text("1")
+    assert common.commit() == f"{clean}+changes"
+
+
+def test_the_files_of_a_run_s_code_are_looked_up(tmp_path, monkeypatch):
+    """That of its own aggregate too, which FedAvg's local_update is not in."""
+    for name in ("mine", "helpers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    mine = module_of(tmp_path / "code")
+    monkeypatch.setattr(common, "commit", lambda files: sorted(files))
+
+    def aggregate(*args):
+        return mine.aggregate if args[0] is None else common.average(*args)
+
+    start([*STEPS, "--out", str(tmp_path / "run")], fedavg.local_update, aggregate)
+    files = {fedavg.__file__, __file__, mine.__file__}
+    assert config_of(tmp_path / "run")["commit"] == sorted(files)
