@@ -1,16 +1,21 @@
-"""A published table or figure as one command
+"""Scripts side by side, a sweep, or a published table or figure, as one command
 
+    python -m reproduce SCRIPT.py,SCRIPT.py,"SCRIPT.py OWN FLAGS" FLAGS --seeds 3
+    python -m reproduce SCRIPT.py FLAGS --sweep FLAG=a,b,...
     python -m reproduce PAPER TABLE            PAPER: fedalign, fedcka, fedmlb, rfedavg;
                                                TABLE: 1, 5, 1a, I, fig5, ...
-    python -m reproduce SCRIPT.py FLAGS --sweep FLAG=a,b,...
 
-runs what is missing of the table's cells (reproduce/cells.py), goes on with what was cut, skips
-what is finished, and ends with the table of `python -m reproduce.compare`. A cell's run lies in
-runs/PAPER-TABLE/, named after the cell and its seed; a command that stands in several tables is
-run once, under the first; a run with other flags in its place is an error. Ctrl-C and --limit stop
-at any moment; the same command goes on from the last finished round. A run that fails, for want of
-its data for example, is listed at the end, after the table of what there is; the exit code is then
-that of the mistake (2), or 1.
+runs what is missing, goes on with what was cut, skips what is finished, and ends with the table of
+`python -m reproduce.compare`. Scripts with their FLAGS have runs in runs/compare-FLAGS/, so that a
+further script, seed or round later adds to what is there; a sweep in runs/sweep-SCRIPT-FLAG/. A
+cell of a paper's table (reproduce/cells.py) has its run in runs/PAPER-TABLE/, named after the cell
+and its seed; a command that stands in several tables is run once, under the first; a run with other
+flags in its place is an error. Ctrl-C and --limit stop at any moment; the same command goes on from
+the last finished round. A run that fails, for want of its data for example, is listed at the end,
+after the table of what there is; the exit code is then that of the mistake (2), or 1.
+
+--seeds N repeats each run with --seed 0, 1, ... on one partition; --data-seeds N with another
+partition each time, --seed and --data-seed 0, 1, ...
 
 --sweep takes values separated by commas, or by / where a value has commas; flags that change
 together are joined by a comma:
@@ -32,9 +37,9 @@ from reproduce import compare, plot
 from reproduce.cells import parsed_flags, view_of
 from reproduce.jobs import (
     analysis_lines,
+    scripts_plan,
     select_cells,
     state_of,
-    sweep_plan,
     table_cells,
     table_plan,
 )
@@ -44,7 +49,7 @@ from reproduce.runs import read_run
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    script = next((word for word in argv if re.fullmatch(r"\w+\.py", word)), None)
+    script = next((word for word in argv if re.match(r"\w+\.py(?=[\s,]|$)", word)), None)
     if script:  # whose own flags may stand anywhere
         at = argv.index(script)
         argv = [script, *argv[:at], *argv[at + 1 :]]
@@ -66,7 +71,8 @@ def make_parser(with_table):
     add(
         "paper",
         metavar="PAPER",
-        help="fedalign, fedcka, fedmlb or rfedavg; or a method script, with --sweep",
+        help="fedalign, fedcka, fedmlb or rfedavg; or method scripts, with their own flags, "
+        "separated by commas",
     )
     if with_table:
         add("table", metavar="TABLE", help="its number, or figN")
@@ -80,14 +86,20 @@ def make_parser(with_table):
         "--sweep",
         action="append",
         metavar="FLAG=VALUES",
-        help="values of a flag of a script, see above",
+        help="values of a flag of the scripts, see above",
     )
     add(
         "--dry-run",
         action="store_true",
         help="print the commands of what is not finished, and stop",
     )
-    add("--seeds", type=common.number(int, 1), default=1, help="seeds 0, 1, ... of each cell")
+    add("--seeds", type=common.number(int, 1), metavar="N", help="--seed 0, 1, ... (default: 1)")
+    add(
+        "--data-seeds",
+        type=common.number(int, 1),
+        metavar="N",
+        help="as --seeds, and each with a partition of its own: --data-seed 0, 1, ...",
+    )
     add(
         "--limit",
         type=common.number(float, 0, open_low=True),
@@ -103,7 +115,7 @@ def make_parser(with_table):
 def reproduce(args, extra):
     """Run and show what args ask for. Returns the exit code.
 
-    extra: words that are no flags of this command, of the script in a sweep.
+    extra: words that are no flags of this command: of the scripts.
     """
     plan = make_plan(args, extra)
     parts = parts_of(plan, args)
@@ -132,8 +144,10 @@ def reproduce(args, extra):
 
 def make_plan(args, extra):
     """Return the Plan that args ask for. Raises UserError for what does not go together."""
-    if args.paper.endswith(".py"):
-        return sweep_plan(args, extra)
+    if args.seeds and args.data_seeds:
+        raise common.UserError("argument --data-seeds: varies --seed too; leave --seeds out")
+    if re.match(r"\w+\.py", args.paper):
+        return scripts_plan(args, extra)
     if extra:
         raise common.UserError(f"unrecognized arguments: {' '.join(extra)}")
     if args.sweep:
@@ -210,7 +224,7 @@ def summary(outcome, total):
     text = f"{outcome.finished} of {total} runs finished"
     if outcome.failed:
         text += f", {len(outcome.failed)} failed"
-    return text + ("; the same command goes on" if outcome.stopped else "")
+    return text + ("; --limit is reached, the same command goes on" if outcome.stopped else "")
 
 
 def show(plan, view, complete):
@@ -227,6 +241,11 @@ def show(plan, view, complete):
             print(f"--{flag} {getattr(view, flag)} waits until all runs are finished\n")
             setattr(view, flag, None)
     view.plot = view.picture or view.plot
+    try:
+        plot.check_quantities(view.y, runs)
+    except common.UserError as e:  # after the work is done it is shown, without a picture
+        print(f"reproduce: {e}", file=sys.stderr)
+        view.y = view.plot = None
     if view.x not in plot.X_NAMES and not any(view.x in run.flags for run in runs):
         view.x = "rounds"  # the runs that have the flag failed
     tables = {(cell.paper, cell.table) for cell in plan.cells if not figure_of(cell)}

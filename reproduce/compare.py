@@ -1,8 +1,10 @@
 """Runs side by side, beside the published numbers, as tables and curves
 
-Runs that differ in nothing but the seed (and in the machine's flags) are one row. The columns:
-    n            finished seeds; without any, the runs that were cut or still go, at the last round
-                 that all of them have
+Runs that differ in nothing but the seed (and in the machine's flags) are one row; so are runs that
+differ in --data-seed too, if no two of them have the same. The columns:
+    n            finished seeds, on one partition, or "partitions", each of which has one run;
+                 without any, the runs that were cut or still go, at the last round that all of
+                 them have
     last, best   accuracy (%) of the global model on the whole test set, in the last round and in
                  the best one
     EMA          exponential moving average with factor 0.9, bias-corrected (FedMLB's figure);
@@ -18,7 +20,8 @@ Runs that differ in nothing but the seed (and in the machine's flags) are one ro
                  seconds where the machine, --workers, --precision, --graph and --eval-every are the
                  same too
     delta bytes  of rFedAvg's deltas, down and up, a client and round
-a +- b: mean and sample standard deviation (n - 1) over the seeds. A last table sets the published
+    others       what a method reported of the last round, server["report"]
+a +- b: mean and sample standard deviation (n - 1) over n. A last table sets the published
 numbers beside runs whose flags are those of a paper's cell (published.csv, cells.py), with
 lambda_max, H_T, H_N and H_D where hessian_eval.py has been there. A mean over cells not all of
 which are there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
@@ -30,7 +33,6 @@ open.
     python -m reproduce.compare runs/fedalign-1/* runs/fedalign-5/*
 """
 
-import argparse
 import contextlib
 import csv
 import io
@@ -40,7 +42,7 @@ import sys
 
 import common
 from reproduce import plot
-from reproduce.figures import Mean, means, show_figure
+from reproduce.figures import Mean, means, own_figures, show_figure
 from reproduce.published import published_lines
 from reproduce.rows import shared_setting, table_rows
 from reproduce.runs import MACHINE_FLAGS, baseline, comparable, group_runs, hardware_of, read_runs
@@ -51,6 +53,7 @@ CSV_COLUMNS = [
     "method",
     "figure",
     "n",
+    "n of",
     "measured",
     "std",
     "rounds",
@@ -104,6 +107,8 @@ def main_table(groups, names, at, targets):
         "MB/round",
         "delta bytes",
     ]
+    reported = (own_figures(run.rows) for group in groups for run in group.runs)
+    columns += sorted(set().union(*reported) - {*columns})
     lines = []
     tidy = []
     for row in table_rows(groups, names):
@@ -139,6 +144,7 @@ def tidy_lines(row, measured):
             "method": row.method,
             "figure": name,
             "n": mean.n,
+            "n of": row.group.over,
             "measured": mean.mean,
             "std": mean.std,
             "rounds": row.group.rounds,
@@ -186,7 +192,16 @@ def footnote(groups, lines):
     runs = [run for group in groups for run in group.runs]
     commits = sorted({short_commit(run.commit) for run in runs})
     versions = ", ".join(sorted({run.torch for run in runs}))
-    text = "Accuracies in %; a +- b: mean and sample standard deviation over n seeds, none at n = 1"
+    kinds = {group.over for group in groups if len(group.runs) > 1}
+    over = {
+        "seeds": "n seeds on one partition",
+        "partitions": "n partitions, each with a run of its own",
+    }
+    kinds = " or ".join(over[kind] for kind in sorted(kinds, reverse=True)) or over["seeds"]
+    text = (
+        f"Accuracies in %; a +- b: mean and sample standard deviation over {kinds}, none at n = 1"
+    )
+    text += "; best is the highest on the test set"
     if any(line.measured.figure.startswith("mean of last five") for line in lines):
         text += "; with the mean of last five their population standard deviation"
     return f"{text}; torch {versions}, commit {', '.join(commits)}."
@@ -215,6 +230,7 @@ def report(folders, args, names=None, wanted=None):
     if not groups:
         raise common.UserError("no run with a finished round to compare")
     args.x = checked_x(args.x, [group.flags for group in groups])
+    plot.check_quantities(args.y, records)
     at = args.at or []
     over = args.over and args.over.lstrip("-").replace("-", "_")
     pooled = pooled_table(groups, over, at) if over else []
@@ -326,26 +342,17 @@ def add_flags(parser):
     )
     add(
         "--y",
-        type=quantities,
+        type=lambda text: text.split(","),
         metavar="LIST",
         help="what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, "
-        "worst (client's accuracy); if not said accuracy,train_loss, or accuracy against a flag",
+        "worst (client's accuracy), or a number in the rows of metrics.jsonl, as a method reports; "
+        "if not said accuracy,train_loss, or accuracy against a flag",
     )
 
 
 def percentages(text):
     """An argparse type: numbers from 0 to 100, separated by commas."""
     return [common.number(float, 0, 100)(word) for word in text.split(",")]
-
-
-def quantities(text):
-    """An argparse type: names of what can be drawn, separated by commas."""
-    names = text.split(",")
-    if not set(names) <= {*plot.QUANTITIES}:
-        raise argparse.ArgumentTypeError(
-            f"takes a list of accuracy, ema, train_loss, test_loss and worst, not {text[:40]!r}"
-        )
-    return names
 
 
 def check_outputs(args):

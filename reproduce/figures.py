@@ -1,4 +1,4 @@
-"""Figures of a run, and their means over seeds."""
+"""Figures of a run, and their means over runs."""
 
 import dataclasses
 import statistics
@@ -30,6 +30,10 @@ class Mean:
         text = f"{self.mean:,.{digits}f}"
         return text if self.std is None else f"{text} +- {self.std:,.{digits}f}"
 
+    def show_short(self):
+        """Return it with four digits, whatever its size."""
+        return f"{self.mean:.4g}" + ("" if self.std is None else f" +- {self.std:.2g}")
+
 
 def figures(run, rounds, at=(), targets=()):
     """Return the figures of a run after so many rounds, {column: number or None}.
@@ -47,7 +51,27 @@ def figures(run, rounds, at=(), targets=()):
         values[f"to {target:g}%"] = reached[0] if reached else None
     if tested and tested[-1].get("client_acc_worst") is not None:
         values["worst client"] = tested[-1]["client_acc_worst"]
-    return {**values, **cost_figures(rows)}
+    return {**own_figures(rows), **values, **cost_figures(rows)}
+
+
+ENGINE_KEYS = {  # of a row; what else is there the method has reported
+    *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
+    *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema".split(),
+    *"acc_last5_mean acc_last5_std".split(),
+    *(f"client_acc_{reading}" for reading in ("worst", "best", "p10", "var")),
+}
+
+
+def own_figures(rows):
+    """Return the numbers that the method itself reported last, {name: number}."""
+    last = {}
+    for row in rows:
+        last |= {key: row[key] for key in row.keys() - ENGINE_KEYS if is_number(row[key])}
+    return last
+
+
+def is_number(value):
+    return type(value) in (int, float)
 
 
 def accuracy_figures(tested):
@@ -99,6 +123,8 @@ def show_figure(column, mean, group):
         return show_censored(mean, group.rounds)
     if column == "worst client" and mean.missed:  # measured in some of the runs alone
         return f"{mean.show()} (n = {mean.n})"
+    if column in own_figures(group.runs[0].rows):
+        return mean.show_short()
     if column not in ("s/round", "MB/round", "delta bytes") or mean.mean is None:
         return mean.show()
     if mean.mean < 10:
@@ -116,7 +142,7 @@ def show_censored(mean, rounds):
 
 
 class Curve(typing.NamedTuple):
-    """Mean and sample deviation over seeds at each point; deviation is None for one seed."""
+    """Mean and sample deviation over runs at each point; deviation is None for one run."""
 
     at: list
     mean: list
@@ -133,7 +159,7 @@ def curve(group, x, quantity):
     values = []
     for number in range(1, group.rounds + 1):
         rows = [run.rows[number - 1] for run in group.runs]
-        if all(row.get(key) is not None for row in rows):
+        if all(is_number(row.get(key)) for row in rows):
             at.append(position(group, number, x))
             values.append(Mean.of([row[key] for row in rows]))
     deviation = [value.std for value in values] if len(group.runs) > 1 else None

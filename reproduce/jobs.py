@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import pathlib
 import re
@@ -12,7 +13,7 @@ from reproduce.cells import AFTER, all_cells, code_parts, home, parsed_flags
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # where the scripts lie
-SET_HERE = {  # flags of a sweep's script that the command sets, and by which of its own
+SET_HERE = {  # flags of scripts that the command sets, and by which of its own
     "--seed": "--seeds",
     "--out": "--runs",
     "--resume": "--runs",
@@ -31,7 +32,7 @@ class Plan:
     """What is to be run."""
 
     commands: dict  # {run folder: command line}, in the order of running
-    cells: list  # of a table; empty for a sweep
+    cells: list  # of a table; empty for scripts
     names: dict | None = None  # {run folder: [(setting, method) in this table, ...]}
 
 
@@ -116,8 +117,8 @@ def table_plan(args, cells):
         if label not in labels.setdefault(folder, []):
             labels[folder].append(label)
     names = {}
-    for folder, seed in itertools.product(labels, range(args.seeds)):
-        names[f"{folder}-seed{seed}"] = labels[folder]
+    for folder, (suffix, _) in itertools.product(labels, repetitions(args)):
+        names[f"{folder}{suffix}"] = labels[folder]
     return Plan(with_seeds(args, commands), cells, names)
 
 
@@ -134,48 +135,98 @@ def with_seeds(args, commands):
     data = shlex.quote(args.data_dir or "data")
     data_flag = f" --data-dir {data}" if args.data_dir else ""
     seeded = {}
-    for seed in range(args.seeds):
+    for suffix, seeds in repetitions(args):
         for folder, command in commands.items():
             command = command.replace(" data/", f" {data}/")  # word vectors lie beside the data
-            seeded[pathlib.Path(f"{folder}-seed{seed}")] = f"{command} --seed {seed}{data_flag}"
+            seeded[pathlib.Path(f"{folder}{suffix}")] = f"{command} {seeds}{data_flag}"
     return seeded
 
 
+def repetitions(args):
+    """Return what each repetition adds to its folder and to its command, [(suffix, flags), ...].
+
+    Those of --data-seeds have a partition of their own; the first one is that of --seeds.
+    """
+    added = [
+        (f"-seed{seed}", f"--seed {seed}") for seed in range(args.data_seeds or args.seeds or 1)
+    ]
+    for seed in range(1, args.data_seeds or 1):
+        added[seed] = f"-seed{seed}-data{seed}", f"--seed {seed} --data-seed {seed}"
+    return added
+
+
 # --------------------------------------------------------------------------------------------------
-# Sweeps
+# Scripts: one or several side by side, and sweeps
 # --------------------------------------------------------------------------------------------------
 
 
-def sweep_plan(args, extra):
-    """Return the Plan of a script and --sweep; extra: the script's own flags.
+def scripts_in(text):
+    """Return the words of each script in a list such as "fedavg.py,moon.py --mu 5".
+
+    Raises UserError for what is no method's script.
+    """
+    lines = [shlex.split(line) for line in re.split(r",(?=\s*\w+\.py\b)", text)]
+    for script, *_ in lines:
+        source = ROOT / script
+        text = source.read_text() if source.name == script and source.is_file() else ""
+        if "local_update" not in text or "common.flags(" not in text:
+            raise common.UserError(f"argument PAPER: {script} is no method script here")
+    return lines
+
+
+def scripts_plan(args, extra):
+    """Return the Plan of scripts and --sweep; extra: flags that all scripts take.
 
     Raises UserError for what is no script, and for flags that the command sets itself.
     """
-    source = ROOT / args.paper
-    is_name = source.name == args.paper
-    if not is_name or not source.is_file() or "\ndef local_update(" not in source.read_text():
-        raise common.UserError(f"argument PAPER: {args.paper} is no method script here")
-    if not args.sweep:
-        raise common.UserError("argument --sweep: needed after a script")
-    points = sweep_points(args.sweep)
-    check_sweep_flags(args, [*extra, *(f"--{name}" for name in points[0])])
-    folder = pathlib.Path(args.runs, slug(f"sweep {source.stem} {' '.join(points[0])}"))
+    lines = scripts_in(args.paper)
+    points = sweep_points(args.sweep) if args.sweep else [{}]
+    check_script_flags(args, [*extra, *itertools.chain(*lines), *(f"--{k}" for k in points[0])])
+    swept = args.sweep and len(lines) == 1
+    stem = pathlib.Path(lines[0][0]).stem
+    name = " ".join(
+        ["sweep", stem, *lines[0][1:], *points[0]] if swept else ["compare", setting_of(extra)]
+    )
     commands = {}
-    for point in points:
-        place = folder / slug(" ".join(f"{k}={v}" for k, v in point.items()))
+    for (script, *own), point in itertools.product(lines, points):
+        values = [f"{k}={v}" for k, v in point.items()]
+        label = values if swept else [pathlib.Path(script).stem, *own, *values]
+        place = pathlib.Path(args.runs, slug(name), slug(" ".join(label)))
         if place in commands:
-            raise common.UserError(f"argument --sweep: two points would share the folder {place}")
-        flags = [f"--{k}={v}" for k, v in point.items()]
-        commands[place] = shlex.join([args.paper, *extra, *flags])
+            what = "--sweep: two points" if swept else "PAPER: two runs"
+            raise common.UserError(f"argument {what} would share the folder {place}")
+        flags = [f"--{value}" for value in values]
+        commands[place] = shlex.join([script, *extra, *own, *flags])
     return Plan(with_seeds(args, commands), [])
 
 
-def check_sweep_flags(args, words):
-    """Raise UserError if the words of a sweep's command have flags that are set elsewhere."""
+def setting_of(words):
+    """Return the flags among words as text for the name of a folder, in one order.
+
+    Without those that may differ when a run goes on; data set and network come first.
+    """
+    flags = {}
+    for word in map(common.canonical, words):
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            flags[name] = [value] * bool(value)
+        elif flags:
+            flags[name].append(word)
+    silent = {flag.replace("_", "-") for flag in MACHINE_FLAGS | {"rounds"}}
+    first = ["dataset", "model"]
+    kept = sorted(flags.keys() - silent, key=lambda name: (name not in first, name))
+    text = " ".join(name * (name not in first) + ",".join(flags[name]) for name in kept)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return text if len(text) <= 100 else f"{text[:90]} {digest}"
+
+
+def check_script_flags(args, words):
+    """Raise UserError if the words of a script's command have flags that are set elsewhere."""
+    here = SET_HERE | ({"--data-seed": "--data-seeds"} if args.data_seeds else {})
     for word in words:
         flag = word.split("=")[0].replace("_", "-")
-        if flag in SET_HERE:
-            raise common.UserError(f"argument {flag}: set by reproduce; see {SET_HERE[flag]}")
+        if flag in here:
+            raise common.UserError(f"argument {flag}: set by reproduce; see {here[flag]}")
     if args.data_dir and "--data-dir" in words:
         raise common.UserError("argument --data-dir: is swept already")
 
@@ -190,6 +241,8 @@ def sweep_points(texts):
     for flag in swept:
         if swept.count(flag) > 1:
             raise common.UserError(f"argument --sweep: {flag} is swept twice")
+        if flag == "data-seed":
+            raise common.UserError("argument --sweep: takes no data-seed; see --data-seeds")
         if flag.replace("-", "_") in MACHINE_FLAGS - {"data_dir"}:
             raise common.UserError(f"argument --sweep: {flag} decides no result")
     points = []

@@ -9,7 +9,7 @@ import pathlib
 import typing
 
 import common
-from reproduce.figures import curve, means
+from reproduce.figures import curve, is_number, means
 from reproduce.rows import Row, code_labels, differing_flags, table_rows
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, hardware_of
 
@@ -41,7 +41,7 @@ LABELS = {
     "MB/round": "Communicated a round (MB)",
     "accuracy": "Test accuracy (%)",
     "ema": "Test accuracy, EMA (%)",
-    "train_loss": "Training loss",
+    "train_loss": "Training loss,\nwith the method's terms",
     "test_loss": "Test loss",
     "worst": "Worst client's accuracy (%)",
 }
@@ -114,6 +114,18 @@ class Picture:
         common.write_atomically(path, buffer.getvalue())
 
 
+def check_quantities(names, runs):
+    """Raise UserError for a name of --y that is nowhere in the rows of runs."""
+    rows = [row for run in runs for row in run.rows]
+    there = sorted({key for row in rows for key, value in row.items() if is_number(value)})
+    for name in names or ():
+        if name not in {*QUANTITIES, *there}:
+            raise common.UserError(
+                f"argument --y: {name[:40]!r} is not in these runs; it takes "
+                f"{', '.join(dict.fromkeys([*QUANTITIES, *there]))}"
+            )
+
+
 def measured_in(groups, quantity):
     """Whether any of the groups has a point of a quantity."""
     return any(curve(group, "rounds", quantity).mean for group in groups)
@@ -129,7 +141,8 @@ def add_legend(figure, picture):
     title = f"n = {', '.join(map(str, counts))}"
     if counts[-1] > 1:
         bars = "band" if picture.x in CURVE_AXES else "bars"
-        title += f"; {bars}: one standard deviation over seeds"
+        over = " or ".join(sorted({group.over for group in picture.groups if len(group.runs) > 1}))
+        title += f"; {bars}: one standard deviation over {over}"
     room = int(16 * figure.get_figwidth())  # characters
     columns = max(1, min(len(handles), room // (7 + max(map(len, handles)))))
     lines = math.ceil(len(handles) / columns)
@@ -238,7 +251,7 @@ def label_panel(ax, place, places, x):
     if (row + 1, column) not in places:
         ax.set_xlabel(LABELS[x])
     if column == 0 or places[row, column - 1][1] != quantity:
-        ax.set_ylabel(LABELS[quantity])
+        ax.set_ylabel(LABELS.get(quantity, quantity.replace("_", " ")))
     if row == 0 or places[row - 1, column][0] != setting:
         ax.set_title(setting, fontsize=8)
 
@@ -265,7 +278,7 @@ def draw_points(plt, picture):
         ticks.put_on(ax)
         add_grid(ax)
         ax.set_xlabel(LABELS.get(picture.x, f"--{picture.x.replace('_', '-')}"))
-        ax.set_ylabel(LABELS[quantity])
+        ax.set_ylabel(LABELS.get(quantity, quantity.replace("_", " ")))
     return figure
 
 
@@ -348,10 +361,6 @@ class Ticks:
             at = self.values if self.spaced else range(len(self.values))
             ax.set_xticks(at, [f"{v:g}" if self.numbers else v for v in self.values])
             ax.minorticks_off()
-
-
-def is_number(value):
-    return type(value) in (int, float)
 
 
 def order(value):

@@ -48,9 +48,11 @@ def read_published():
 
 def matching_cells(group):
     """Yield the cells that have this group's flags, those left at their defaults too."""
-    flags = decisive_flags(group.flags)
+    # of the first partition, where there are several
+    first = min(group.runs, key=lambda run: run.flags.get("data_seed") or 0).flags
+    flags = decisive_flags(first)
     for cell in itertools.chain(*all_cells().values()):
-        if cell.script == group.script and may_match(cell, group.flags):
+        if cell.script == group.script and may_match(cell, first):
             asked = decisive_flags(parsed_flags(cell.command))
             if all(flags.get(flag, value) == value for flag, value in asked.items()):
                 yield cell

@@ -64,6 +64,16 @@ class RunRecord:
         return self.script, json.dumps(what, sort_keys=True)
 
     @property
+    def seeds(self):
+        return self.flags["seed"], self.flags.get("data_seed")
+
+    @property
+    def family(self):
+        """What two runs share when only their seeds and their partitions' seeds differ."""
+        without = {**self.flags, "data_seed": None}
+        return dataclasses.replace(self, flags=without).key
+
+    @property
     def speed(self):
         """What two runs share whose seconds compare."""
         flags = [self.flags.get(flag) for flag in ("precision", "graph", "eval_every")]
@@ -205,15 +215,29 @@ def read_runs(folders, warn):
 
 @dataclasses.dataclass
 class Group:
-    """The runs of one row, which differ in their seeds, and how many of their rounds count."""
+    """The runs of one row, and how many of their rounds count.
+
+    They differ in their seeds alone or, where each has a partition of its own, in --data-seed too.
+    """
 
     runs: list  # finished ones, or if there are none all that have a round
     unfinished: list  # cut or still going, where others are finished
     rounds: int
 
     @property
+    def data_seeds(self):
+        return sorted({run.flags.get("data_seed") for run in self.runs}, key=str)
+
+    @property
     def flags(self):
-        return self.runs[0].flags
+        """The flags of all runs; data_seed is a list where it varies."""
+        varied = {"data_seed": self.data_seeds} if len(self.data_seeds) > 1 else {}
+        return self.runs[0].flags | varied
+
+    @property
+    def over(self):
+        """What n counts."""
+        return "partitions" if len(self.data_seeds) > 1 else "seeds"
 
     @property
     def script(self):
@@ -230,7 +254,7 @@ class Group:
     def count(self):
         """Return n as it is shown."""
         total = self.flags["rounds"]
-        text = str(len(self.runs))
+        text = str(len(self.runs)) + " partitions" * (self.over == "partitions")
         if not self.complete:
             text += f" at {self.rounds}/{total}"
         return text + "".join(f" + 1 at {len(run.rows)}/{total}" for run in self.unfinished)
@@ -238,9 +262,14 @@ class Group:
 
 def group_runs(records, warn):
     """Return RunRecords as Groups, in the order given. warn is told of each that is left out."""
+    families = {}
+    for record in records:
+        families.setdefault(record.family, set()).add(record.seeds)
     by_key = {}
     for record in records:
-        by_key.setdefault(record.key, []).append(record)
+        seeds = families[record.family]
+        alone = len(seeds) == len({data_seed for _, data_seed in seeds})  # on its partition
+        by_key.setdefault(record.family if alone else record.key, []).append(record)
     groups = [group_of(same, warn) for same in by_key.values()]
     groups = [group for group in groups if group]
     for script in dict.fromkeys(group.script for group in groups):
@@ -251,7 +280,7 @@ def group_runs(records, warn):
 
 
 def group_of(records, warn):
-    """Return the Group of records that differ in their seeds alone; None without any round."""
+    """Return the Group of records of one row; None without any round."""
     begun = []
     for record in one_per_seed(records, warn):
         if record.rows:
@@ -272,14 +301,14 @@ def one_per_seed(records, warn):
     """
     by_seed = {}
     for record in records:
-        seed = record.flags["seed"]
-        if seed not in by_seed:
-            by_seed[seed] = record
+        seed, _ = seeds = record.seeds
+        if seeds not in by_seed:
+            by_seed[seeds] = record
             continue
-        first = by_seed[seed]
+        first = by_seed[seeds]
         more = amount_measured(record) > amount_measured(first)
         better, worse = (record, first) if more else (first, record)
-        by_seed[seed] = better
+        by_seed[seeds] = better
         warn(f"{worse.path}: left out, since it is the run of {better.path} again (seed {seed})")
     return list(by_seed.values())
 

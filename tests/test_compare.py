@@ -6,9 +6,13 @@ import json
 import re
 
 import pytest
+from conftest import TINY
 from makers import CELLS, ROOT, is_refused, make_run, run_compare
 
+import fedavg
 from reproduce.compare import MARKS
+from reproduce.figures import own_figures
+from reproduce.runs import read_run
 
 
 def test_censored_rounds_are_shown_as_such(tmp_path, capsys):
@@ -73,6 +77,76 @@ def test_a_table_says_first_what_all_rows_share(tmp_path, capsys):
     natural = make_run(tmp_path / "c", f"fedavg.py {line} --rounds 4 --partition natural")
     _, out, _ = run_compare(capsys, natural)
     assert "partition natural" in out and "alpha" not in out and "similarity" not in out
+
+
+def test_what_a_method_reports_is_a_column(tmp_path, capsys):
+    """The last round's, with four digits; a run without it has none; lists are no numbers."""
+    a = make_run(tmp_path / "a", largest_step=0.001234, by_client=[1, 2], flag=True)
+    b = make_run(tmp_path / "b", seed=1, largest_step=0.002234)
+    other = make_run(tmp_path / "c", "fedprox.py --dataset glyphs --rounds 4")
+    code, out, _ = run_compare(capsys, a, b, other, "--csv", tmp_path / "x.csv")
+    lines = [line for line in out.splitlines() if line.startswith(("method", "fedavg", "fedprox"))]
+    assert code == 0 and "largest_step" in lines[0] and "by_client" not in out and "flag" not in out
+    assert "0.001734 +- 0.00071" in lines[1] and "0.0017" not in lines[2]
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    (row,) = [row for row in rows if row["figure"] == "largest_step"]
+    assert float(row["measured"]) == pytest.approx(0.001734) and row["n"] == "2"
+
+
+def test_rows_of_the_engine_report_nothing(tmp_path, capsys):
+    """All keys of a real run's rows are known, those of --client-test too."""
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--client-test", "--out", str(out)])
+    assert own_figures(read_run(out).rows) == {}
+
+
+def test_a_method_s_report_can_be_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run = make_run(tmp_path / "a", largest_step=0.5)
+    argv = [run, "--plot", tmp_path / "x.png", "--y", "largest_step,accuracy"]
+    assert run_compare(capsys, *argv)[0] == 0 and (tmp_path / "x.png").exists()
+    result = run_compare(capsys, run, "--y", "largest_stap", "--plot", tmp_path / "y.png")
+    assert is_refused(result, "argument --y: 'largest_stap'", "accuracy, ema", ", largest_step, ")
+    assert not (tmp_path / "y.png").exists()
+
+
+def test_n_is_of_seeds_or_of_partitions(tmp_path, capsys):
+    """Runs of which each has a partition of its own are a row, which says so; others are not."""
+    runs = {
+        (script, seed, data): make_run(
+            tmp_path / f"{script}{seed}{data}",
+            f"{script}.py --dataset glyphs --rounds 4 --data-seed {data}",
+            seed,
+            (10, 20, 30, 40 + seed),
+        )
+        for script in ("fedavg", "fedprox")
+        for seed, data in ((0, 0), (1, 0), (1, 1), (2, 2))
+    }
+
+    def shown(*keys):
+        out = run_compare(capsys, *(runs[key] for key in keys))[1]
+        lines = [line.split("  ") for line in out.splitlines()]
+        lines = [list(map(str.strip, filter(None, line))) for line in lines]
+        rows = [" ".join(line[:3]) for line in lines if line and line[-1] == "x86_64, 2 cores"]
+        return out.splitlines()[0], rows, out.splitlines()[-1]
+
+    paired = [("fedavg", 0, 0), ("fedavg", 1, 1), ("fedavg", 2, 2)]
+    first, rows, last = shown(*paired)
+    assert "data_seed 0,1,2" in first and rows == ["fedavg 3 partitions 41.00 +- 1.00"]
+    assert "over n partitions, each with a run of its own, none at n = 1" in last
+    first, rows, last = shown(*paired, ("fedprox", 0, 0), ("fedprox", 1, 0))
+    assert "over n seeds on one partition or n partitions, each" in last
+    assert rows == [
+        "data_seed 0,1,2 fedavg 3 partitions",
+        "data_seed 0 fedprox 2",
+    ]
+    _, rows, last = shown(*paired, ("fedavg", 1, 0))
+    assert [row.split()[:4] for row in rows] == [
+        ["data_seed", "0", "fedavg", "2"],
+        ["data_seed", "1", "fedavg", "1"],
+        ["data_seed", "2", "fedavg", "1"],
+    ]
+    assert "over n seeds on one partition, none" in last
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):

@@ -137,12 +137,115 @@ def test_flags_may_stand_before_the_script(tmp_path, capsys):
         (["--sweep", "lr=0.1", "--out=x"], "set by reproduce"),
         (["--sweep", "lr=0.1", "--resume"], "set by reproduce"),
         (["--sweep", "seed=1,2"], "set by reproduce"),
+        (["--sweep", "data-seed=1,2"], "see --data-seeds"),
     ],
 )
 def test_sweeps_that_are_refused(capsys, tmp_path, words, message):
     """Points that cannot be told apart, and a sweep's own seeds and folders."""
     result = run_reproduce(capsys, *SWEEP, *words, "--runs", tmp_path, "--dry-run")
     assert is_refused(result, message)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scripts side by side
+# --------------------------------------------------------------------------------------------------
+
+SIDE_BY_SIDE = "fedavg.py,moon.py,fedalign.py --lr 0.01 --augment crop,flip, fedprox.py"
+SETTING = "compare-glyphs-cnn-alpha0.1-clients2-epochs1"
+
+
+def test_scripts_side_by_side(tmp_path, capsys):
+    """Each with the flags of all and its own, in a folder of the setting; seed 0 of all first."""
+    argv = [SIDE_BY_SIDE, *shlex.split(GLYPHS), "--alpha", "0.1", "--runs", tmp_path, "--dry-run"]
+    code, out, _ = run_reproduce(capsys, *argv, "--seeds", "2")
+    lines = [line.removeprefix("python ") for line in out.splitlines()]
+    flags = [parsed_flags(line) for line in lines]
+    assert code == 0 and [line.split()[0] for line in lines] == 2 * [
+        "fedavg.py",
+        "moon.py",
+        "fedalign.py",
+        "fedprox.py",
+    ]
+    assert [f["seed"] for f in flags] == 4 * [0] + 4 * [1]
+    assert {(f["alpha"], f["clients"], f["data_seed"]) for f in flags} == {(0.1, 2, 0)}
+    assert [f["augment"] for f in flags[:4]] == ["auto", "auto", "crop,flip", "auto"]
+    names = ["fedavg", "moon", "fedalign-lr-0.01-augment-crop-flip", "fedprox"]
+    assert [f["out"] for f in flags[:4]] == [f"{tmp_path}/{SETTING}/{n}-seed0" for n in names]
+
+
+def test_a_setting_is_a_folder_whatever_the_order_of_its_flags(tmp_path, capsys):
+    """Rounds, which may grow, and the machine's flags are not in its name; long ones are cut."""
+
+    def folder(*words):
+        argv = ["fedavg.py", *words, "--runs", tmp_path, "--dry-run"]
+        (line,) = run_reproduce(capsys, *argv)[1].splitlines()
+        path = pathlib.Path(parsed_flags(line.removeprefix("python "))["out"])
+        assert path.name == "fedavg-seed0"
+        return path.parent.name
+
+    first = folder(*shlex.split(GLYPHS), "--alpha", "0.1")
+    turned = ["--partition_alpha=0.1", "--quiet", *shlex.split(GLYPHS), "--comm_round", "9"]
+    assert first == folder(*turned, "--device", "cpu") == SETTING
+    more = "--momentum 0.5 --weight-decay 0.001 --batch-size 32 --lr-decay 0.99 --clip 10"
+    more += " --server avgm --server-lr 0.5 --server-momentum"
+    long = [folder(*shlex.split(f"{GLYPHS} {more} {value}")) for value in (0.1, 0.2)]
+    assert len(set(long)) == 2 and all(len(name) < 120 for name in long)
+
+
+def test_a_grid_of_scripts_and_a_flag(tmp_path, capsys):
+    argv = ["fedavg.py,fedprox.py", *shlex.split(GLYPHS), "--sweep", "lr=0.1,0.2", "--dry-run"]
+    _, out, _ = run_reproduce(capsys, *argv, "--runs", tmp_path)
+    folders = [pathlib.Path(line.split()[-1]).name for line in out.splitlines()]
+    assert folders == [
+        f"{name}-lr{lr}-seed0" for name in ("fedavg", "fedprox") for lr in (0.1, 0.2)
+    ]
+
+
+def test_data_seeds_vary_the_partition_too(tmp_path, capsys):
+    """The first is the run of --seeds; a table's runs as well."""
+    tail = ["--data-seeds", "3", "--runs", tmp_path, "--dry-run"]
+    _, out, _ = run_reproduce(capsys, "fedavg.py", *shlex.split(GLYPHS), *tail)
+    flags = [parsed_flags(line.removeprefix("python ")) for line in out.splitlines()]
+    assert [(f["seed"], f["data_seed"]) for f in flags] == [(0, 0), (1, 1), (2, 2)]
+    names = [pathlib.Path(f["out"]).name for f in flags]
+    assert names == ["fedavg-seed0", "fedavg-seed1-data1", "fedavg-seed2-data2"]
+    _, out, _ = run_reproduce(capsys, "fedalign", "5", "--only", "fedavg", *tail)
+    assert [line.split("--data-seed ")[1:] for line in runs_of(out)][0] == []
+    assert "--seed 2 --data-seed 2" in runs_of(out)[2]
+
+
+def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
+    """A table of all scripts over their seeds, and a picture; a further script adds its runs."""
+    pytest.importorskip("matplotlib")
+    started = []
+
+    def run_child(line, deadline=None):
+        started.append(line[0])
+        return make_child(line)
+
+    monkeypatch.setattr(runner, "run_child", run_child)
+    argv = [*shlex.split(GLYPHS), "--seeds", "3", "--runs", tmp_path]
+    plot = ["--plot", tmp_path / "x.png", "--y", "accuracy"]
+    code, out, _ = run_reproduce(capsys, "fedavg.py,moon.py --mu 5", *argv, *plot)
+    assert code == 0 and "6 of 6 runs finished" in out and (tmp_path / "x.png").exists()
+    assert "All rows: dataset glyphs, partition dirichlet, alpha 0.5, data_seed 0" in out
+    rows = [line.split()[:2] for line in out.splitlines() if line.startswith(("fedavg", "moon"))]
+    assert rows == [["fedavg", "3"], ["moon", "3"]]
+    assert "over n seeds on one partition, none at n = 1" in out
+    started.clear()
+    code, out, _ = run_reproduce(capsys, "fedprox.py,fedavg.py,moon.py --mu 5", *argv)
+    assert code == 0 and started == 3 * ["fedprox.py"] and "9 of 9 runs finished" in out
+
+
+def test_a_wrong_name_of_y_costs_the_picture_alone(tmp_path, capsys, monkeypatch):
+    """It is known behind the runs, whose rows have the names."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(runner, "run_child", make_child)
+    argv = ["fedavg.py", *shlex.split(GLYPHS), "--runs", tmp_path, "--plot", tmp_path / "x.png"]
+    code, out, err = run_reproduce(capsys, *argv, "--y", "speed")
+    assert "1 of 1 runs finished" in out and "fedavg  1" in out
+    assert "reproduce: argument --y: 'speed' is not in these runs; it takes accuracy" in err
+    assert not (tmp_path / "x.png").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,7 +262,12 @@ def test_sweeps_that_are_refused(capsys, tmp_path, words, message):
         (["fedalign", "5", "--only", ""], "argument --only"),
         (["fedalign", "5", "--limit", "0"], "--limit"),
         (["common.py", "--sweep", "lr=1"], "no method script"),
-        (["fedavg.py"], "--sweep: needed"),
+        (["fedavg.py,common.py"], "common.py is no method script"),
+        (["fedavg.py,fedfoo.py --lr 1"], "fedfoo.py is no method script"),
+        (["fedavg.py,fedavg.py"], "two runs would share the folder"),
+        (["fedavg.py", "--seeds", "2", "--data-seeds", "2"], "--data-seeds: varies --seed too"),
+        (["fedavg.py", "--data-seed", "1", "--data-seeds", "2"], "set by reproduce"),
+        (["fedavg.py,fedprox.py --out x"], "--out: set by reproduce"),
         (["fedavg.py", "--sweep", "lr"], "takes FLAG=a,b"),
         (["fedavg.py", "--sweep", "a,b=1,2/3"], "takes FLAG=a,b"),
         (["fedalign", "5", "--sweep", "lr=1"], "takes a method script"),
@@ -305,8 +413,9 @@ def make_child(line, deadline=None):
     """As run_child(), but the run is made by hand; a script's own flags are read as ever."""
     at = line.index("--out")
     command = shlex.join(line[:at])
-    rounds = parsed_flags(command)["rounds"]
-    make_run(pathlib.Path(line[at + 1]), command, accuracies=[9.0] * rounds)
+    flags = parsed_flags(command)
+    accuracies = [9.0] * flags["rounds"]
+    make_run(pathlib.Path(line[at + 1]), command, flags["seed"], accuracies)
     return 0, ""
 
 
