@@ -1679,6 +1679,7 @@ class Data:
     writers_test: np.ndarray = None
     paths: list = None  # (n,) of files
     words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
+    names: list = None  # of the classes
 
     def __post_init__(self):
         self._check()
@@ -1864,7 +1865,8 @@ def _torchvision(name, root):
     if name == "emnist":  # whose files hold columns first
         images = [x.transpose(2, 3).contiguous() for x in images]
     labels = [torch.as_tensor(part.targets) for part in (train, test)]
-    return Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
+    data = Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
+    return dataclasses.replace(data, names=list(train.classes))
 
 
 def _resize(data, size):
@@ -1938,7 +1940,7 @@ def _glyphs(sizes, seed):
     x, x_test = torch.cat(images).split(sizes)
     y, y_test = y.split(sizes)
     writers, writers_test = np.split(writer, sizes[:1])
-    fields = {"writers": writers, "writers_test": writers_test}
+    fields = {"writers": writers, "writers_test": writers_test, "names": [*CHARACTERS]}
     return Data(x.clone(), y, x_test.clone(), y_test, 62, **fields)
 
 
@@ -2913,8 +2915,9 @@ def one_line_errors(script, args=None, advice="use a smaller --batch-size or --d
         message, code = "interrupted", 130
         if args and args.out and pathlib.Path(args.out, "config.json").exists():
             message += f"; continue with --out {args.out} --resume"
+    kind = "" if code == 130 else "error: "  # Ctrl-C, or a limit of time, is none
     with contextlib.suppress(OSError):  # where stderr is a full disk or a closed pipe
-        print(f"{script}.py: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{script}.py: {kind}{' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -93,11 +93,23 @@ def select_samples(run, client, args):
 # --- pictures
 
 
-def draw(plt, panels, axis_names, title):
+class Labels(NamedTuple):
+    """What a picture says of its axes and classes, and above."""
+
+    axes: list  # the names of both coordinates
+    classes: list | None  # the names of all classes
+    title: str
+
+    def of_class(self, label):
+        """Return how the legend calls a class."""
+        return self.classes[label] if self.classes else f"class {label}"
+
+
+def draw(plt, panels, labels):
     """Return a figure with one panel for each client; colours and markers are classes.
 
-    panels: (Selection, its coordinates, (samples, 2)) of each client. axis_names: of both
-    coordinates, which have one scale in all panels.
+    panels: (Selection, its coordinates, (samples, 2)) of each client, which have one scale in all
+    panels. labels: a Labels.
     """
     figure, row = plt.subplots(
         1,
@@ -118,20 +130,20 @@ def draw(plt, panels, axis_names, title):
                 color=COLOURS[i % 8],
                 linewidths=0,
                 alpha=0.8,
-                label=f"class {label}",
+                label=labels.of_class(label),
             )
-        axes.set(title=f"client {selection.client}", xlabel=axis_names[0])
-    row[0].set_ylabel(axis_names[1])
+        axes.set(title=f"client {selection.client}", xlabel=labels.axes[0])
+    row[0].set_ylabel(labels.axes[1])
     row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, markerscale=2)
-    figure.suptitle(title, fontsize=10, y=1.04)
+    figure.suptitle(labels.title, fontsize=10, y=1.04)
     return figure
 
 
-def picture(selections, coordinates, axis_names, title):
+def picture(selections, coordinates, labels):
     """Return the function that draws coordinates, (all samples, 2), in the order of the clients."""
     ends = np.cumsum([len(selection.index) for selection in selections])[:-1]
     panels = list(zip(selections, np.split(coordinates, ends)))
-    return lambda plt: draw(plt, panels, axis_names, title)
+    return lambda plt: draw(plt, panels, labels)
 
 
 # --- the command
@@ -157,11 +169,12 @@ def analyse(run, args):
     }
     analysis = runs.Analysis(result, arrays_of(selections, z))
     names = [f"PC {i + 1} ({100 * share:.0f}% of variance)" for i, share in enumerate(shares)]
-    analysis.pictures["pca"] = picture(selections, coordinates, names, run.title)
+    labels = Labels(names, run.data.names, run.title)
+    analysis.pictures["pca"] = picture(selections, coordinates, labels)
     coordinates = None if args.no_tsne else tsne_coordinates(together, args.seed)
     if coordinates is not None:
-        names = ["t-SNE 1", "t-SNE 2"]
-        analysis.pictures["tsne"] = picture(selections, coordinates, names, run.title)
+        labels = labels._replace(axes=["t-SNE 1", "t-SNE 2"])
+        analysis.pictures["tsne"] = picture(selections, coordinates, labels)
     return analysis
 
 

@@ -38,7 +38,7 @@ def describe(args):
     print_summary(args, data, counts)
     print_clients(counts, tests)
     if path:
-        plot_labels(counts, path)
+        plot_labels(counts, path, data.names)
 
 
 def print_summary(args, data, counts):
@@ -89,25 +89,39 @@ def check_plot(path):
         raise UserError(f"--plot {path}: must end in one of {', '.join(sorted(formats))}")
 
 
-def plot_labels(counts, path):
-    """Draw counts, (clients, classes) training samples, as a picture in the file path."""
+def plot_labels(counts, path, names=None):
+    """Draw counts, (clients, classes) training samples, as a picture in the file path.
+
+    names: of the classes."""
     from matplotlib.figure import Figure
 
     clients, classes = counts.shape
     width = max(4.0, min(16.0, 1.5 + 0.25 * clients))  # inches
-    height = max(3.0, min(8.0, 1 + 0.25 * classes))
+    height = max(3.0, min(10.0, 1 + 0.25 * classes))
     figure = Figure((width, height), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
         counts.T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest"
     )
     axes.set(xlabel="client", ylabel="class")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+    digits = len(str(clients - 1))
+    label_all(axes.xaxis, range(clients), 72 * (width - 1.5) / clients / (0.8 * digits))
+    label_all(axes.yaxis, names or range(classes), 0.9 * 72 * (height - 1) / classes)
     figure.colorbar(image, label="training samples")
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:], dpi=150)
     common.write_atomically(path, picture.getvalue())
+
+
+def label_all(axis, names, size):
+    """Label each place on an axis by its name; some by numbers where only a small type would fit.
+
+    size: of the type that fits, points."""
+    if size < 5:
+        axis.get_major_locator().set_params(integer=True)
+        return
+    labels = [str(name)[:20] for name in names]
+    axis.set_ticks(range(len(labels)), labels, fontsize=min(10, size))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def folder(root, image_size=None):
             f"--data-dir {root}: train and test hold different classes; "
             f"class {names[0]!r} is in one of them only"
         )
-    return load_images(root, train.samples, test.samples, len(train.classes), image_size)
+    data = load_images(root, train.samples, test.samples, len(train.classes), image_size)
+    data.names = train.classes
+    return data
 
 
 def _refuse_loops(top):

@@ -1,6 +1,7 @@
 """analysis/features.py: the features of a run's samples, and principal components."""
 
 import numpy as np
+import pytest
 import torch
 from conftest import refused_amid_output
 
@@ -21,6 +22,19 @@ def test_features_of_a_run(run, capsys):
     assert (opened.data.y[index].numpy() == labels).all()
     z = opened.client_net(2)[:-1](opened.data.normalise(opened.data.x[index])).detach()
     np.testing.assert_allclose(arrays["client_2"], z.numpy(), atol=1e-5)
+
+
+def test_pictures_name_the_classes(run):
+    """as their folders, or the drawn characters, are called; by number where they have no name."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    opened = runs.open_run(run)
+    assert opened.data.names[:11] == [*"0123456789A"]
+    selection = features.Selection(0, np.arange(3), np.array([10, 3, 10]))
+    for names, shown in ((opened.data.names, ["3", "A"]), (None, ["class 3", "class 10"])):
+        labels = features.Labels(["x", "y"], names, "title")
+        figure = features.draw(pyplot, [(selection, np.eye(3)[:, :2])], labels)
+        assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == shown
+        pyplot.close(figure)
 
 
 def test_clients_and_classes_are_named_once(run, capsys):

@@ -7,10 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from conftest import TINY, refused
+from conftest import TINY, flags, make_folder, refused
 
 import common
 import fedavg
+from analysis import partition as label_picture
 from extras import partitions
 
 LABELS = np.random.default_rng(0).integers(10, size=3000)
@@ -303,3 +304,32 @@ def test_file_partition_refuses(tmp_path, text, message):
     (tmp_path / "split").write_text(text)
     with pytest.raises(common.UserError, match=message):
         partitions.file_partition(tmp_path / "split", 4, 2)
+
+
+@pytest.mark.parametrize("clients, classes", [(10, 62), (100, 10), (300, 200)])
+def test_the_picture_labels_every_class(tmp_path, monkeypatch, clients, classes):
+    """By its name, and every client; where there is no room some, by whole numbers."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = []
+
+    def savefig(figure, *args, **options):
+        figure.draw_without_rendering()
+        drawn.append(figure)
+
+    monkeypatch.setattr(figures.Figure, "savefig", savefig)
+    names = [f"kind {i}" for i in range(classes)]
+    label_picture.plot_labels(np.ones((clients, classes)), tmp_path / "x.png", names)
+    axes = drawn[0].axes[0]
+    for axis, shown in ((axes.xaxis, [str(k) for k in range(clients)]), (axes.yaxis, names)):
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        if clients < 300:
+            assert texts == shown
+            boxes = [label.get_window_extent() for label in axis.get_ticklabels()]
+            assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+        else:
+            assert texts and len(texts) < 20 and "kind 0" not in texts
+
+
+def test_folders_name_the_classes(tmp_path):
+    data = common.load_data(flags("--dataset", "folder", "--data-dir", str(make_folder(tmp_path))))
+    assert data.names == ["ape", "bee"]

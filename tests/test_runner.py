@@ -145,5 +145,9 @@ def test_a_terminated_table_ends_its_run(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "fedavg.py: error: interrupted" in err and "the same command goes on" in err
+    assert (
+        "fedavg.py: interrupted; continue with" in err
+        and "error" not in err
+        and "the same command goes on" in err
+    )
     assert 0 < len(read_run(run).rows) < 500
