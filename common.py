@@ -176,7 +176,7 @@ def begin(args, folder, data, make_net):
     data: a Data, or None for the one that args name; make_net(data): builds the network. Returns a
     Federation."""
     device = set_up_device(args)
-    data = load_data(args) if data is None else data
+    data = load_data(args) if data is None else hold_out(data, args)
     if data.x.ndim == 4 and data.x.shape[2] != data.x.shape[3] and resolve_augment(args):
         raise UserError("argument --augment: for square images; use none")
     parts = partition(data, args)
@@ -391,14 +391,17 @@ def measure_round(fed, received, seconds):
         if fed.tests:
             partitions = extra("partitions", "--client-test")
             by_client = partitions.client_summary(hits.numpy(), fed.tests)
+    row = {"test_acc": accuracy, "test_loss": loss}
+    if accuracy is not None and fed.data.x_val is not None:
+        held = dataclasses.replace(fed.data, x_test=fed.data.x_val, y_test=fed.data.y_val)
+        row["val_acc"], row["val_loss"] = evaluate(fed.net, held, args, fed.pool.map)
     folder.clock = time.perf_counter()
     uploads, model_bytes = received.uploads, nbytes(fed.net.state_dict())
     samples = sum(upload.samples for upload in uploads)
     train_loss = sum(float(upload.loss) * upload.samples for upload in uploads) / max(1, samples)
     return {
         "round": t,
-        "test_acc": accuracy,
-        "test_loss": loss,
+        **row,
         "train_loss": train_loss,
         "lr": learning_rate(args, t),
         "clients": fed.server["clients"],
@@ -408,7 +411,8 @@ def measure_round(fed, received, seconds):
         "bytes_down": sum(model_bytes + client.bytes_down for client in received.clients),
         "bytes_up": sum(model_bytes + client.bytes_up for client in received.clients),
         "peak_memory": peak_memory(fed.pool.device),
-        **summary([*accuracies(folder.rows), *([] if accuracy is None else [accuracy])]),
+        **summary(accuracies([*folder.rows, row])),
+        "best_acc": (best_row([*folder.rows, row]) or row)["test_acc"],
         **by_client,
         **fed.server.pop("report", {}),
     }
@@ -419,16 +423,18 @@ def accuracies(rows):
     return [row["test_acc"] for row in rows if row["test_acc"] is not None]
 
 
-def best_round(rows):
-    """Return the round of the best test accuracy, the first of equal ones; None without one."""
+def best_row(rows):
+    """Return the first row of the best accuracy; None before an evaluation.
+
+    It is that on the samples of --validation or, without, on the test set."""
     evaluated = [row for row in rows if row["test_acc"] is not None]
-    return max(evaluated, key=lambda row: row["test_acc"])["round"] if evaluated else None
+    return max(evaluated, key=lambda row: row.get("val_acc", row["test_acc"]), default=None)
 
 
 def keep_round(fed, row):
     """Write down the round: the best model so far, the row and, where it is due, a checkpoint."""
     args, folder, t = fed.args, fed.folder, row["round"]
-    if row["test_acc"] is not None and row["test_acc"] > max(accuracies(folder.rows), default=-1):
+    if best_row([*folder.rows, row]) is row:
         save(fed.net.state_dict(), folder.out / f"best-{t}.pt", folder.stamp(t))
     folder.settle(fed)
     folder.append(row)
@@ -1680,6 +1686,8 @@ class Data:
     paths: list = None  # (n,) of files
     words: list = None  # of text, those with numbers 2, 3, ...; 1 stands for all others
     names: list = None  # of the classes
+    x_val: torch.Tensor = None  # samples by which best.pt is chosen, of --validation
+    y_val: torch.Tensor = None
 
     def __post_init__(self):
         self._check()
@@ -1792,6 +1800,7 @@ def load_data(args):
     data = _read_data(args)
     if args.normalise != "dataset":
         data = _with_statistics(data, args.normalise)
+    data = hold_out(data, args)
     if args.partition in NATURAL and data.writers_test is not None:
         partitions = extra("partitions", f"--partition {args.partition}")
         data = partitions.with_test_writers(data, args)
@@ -1801,6 +1810,13 @@ def load_data(args):
             f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; "
             "--image-size makes them square"
         )
+    return data
+
+
+def hold_out(data, args):
+    """Return data with what --validation asks for, a share of the training samples, in x_val."""
+    if args.validation:
+        data = extra("partitions", "--validation").hold_out(data, args)
     return data
 
 
@@ -1881,7 +1897,8 @@ def _resize(data, size):
             parts.append(x.round().clamp(0, 255).byte())
         return torch.cat(parts)
 
-    return dataclasses.replace(data, x=resize(data.x), x_test=resize(data.x_test))
+    names = [name for name in ("x", "x_test", "x_val") if getattr(data, name) is not None]
+    return dataclasses.replace(data, **{name: resize(getattr(data, name)) for name in names})
 
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -2148,6 +2165,7 @@ def check_flags(args):
     text, lstm, split = args.dataset == "sent140", args.model == "lstm", args.partition == "file"
     plain = args.augment in ("auto", "none")
     refuse(split and not args.split_file, "split-file: needed by --partition file")
+    refuse(args.validation and split, "validation: not with --partition file, which deals all")
     refuse(args.split_file and not split, "split-file: only read by --partition file")
     leaky = text and args.partition == "natural"
     refuse(args.leak and not leaky, "leak: only for --dataset sent140 with --partition natural")
@@ -2303,6 +2321,13 @@ def add_data_flags(add):
     add("--leak", action="store_true", help="sent140: train on test tweets too, as rFedAvg's code")
     add(
         "--client-test", action="store_true", help="test on each client's share of the test set too"
+    )
+    add(
+        "--validation",
+        type=number(float, 0, 1),
+        default=0.0,
+        metavar="SHARE",
+        help="of the training samples, held out to choose best.pt; 0: by the test set",
     )
     add("--data-seed", type=SEED, default=0, help="seed of the partition, and of glyphs")
 
@@ -2769,7 +2794,7 @@ class RunFolder:
 
         Until the checkpoint is there a better model waits in best-ROUND.pt, for a resumed run may
         have to forget its round."""
-        best = self.out / f"best-{best_round(self.rows)}.pt"
+        best = self.out / f"best-{(best_row(self.rows) or {}).get('round')}.pt"
         if best.exists():
             os.replace(best, self.out / "best.pt")
         current = {f"{k}-{version}.pt" for k, version in self.versions.items()}

@@ -87,7 +87,7 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
     """Train a federation as common.run() does. Return the global network and (round, %, loss)s."""
     common.note_own(args, data, net)
     torch.set_num_threads(common.Pool.plan(args)[1])  # as the engine's: sums depend on it
-    data = common.load_data(args) if data is None else data
+    data = common.load_data(args) if data is None else common.hold_out(data, args)
     parts = common.partition(data, args)
     net = common.prepare_net(data, args, adapt, net)
     server, states, rows = {}, {}, []  # what the server keeps, and what each client keeps

@@ -135,7 +135,7 @@ class FinishedRun:
 
     def best_net(self):
         """Return the network of the round with the best test accuracy."""
-        return self.load_net(self.path / "best.pt", round=common.best_round(self.rows))
+        return self.load_net(self.path / "best.pt", round=common.best_row(self.rows)["round"])
 
     def load_net(self, path, **stamp):
         """Return a copy of the network with the weights of a file; stamp: what they must be of.

@@ -51,6 +51,27 @@ def fill_up(owner, clients, min_size, order):
     return owner, int(moved)
 
 
+def hold_out(data, args):
+    """Return data whose x_val and y_val are --validation's share of the training samples.
+
+    They are drawn at random, by --data-seed, and no client has them. UserError where that leaves no
+    samples, or where images stay on disk."""
+    n = len(data.y)
+    share = round(args.validation * n)
+    if data.paths:
+        raise UserError("argument --validation: not for images that stay on disk")
+    if not 0 < share < n:
+        raise UserError(
+            f"argument --validation: {args.validation} of {n} training samples are {share}, and "
+            "there must be some to hold out and some to train on"
+        )
+    held, kept = np.split(keyed("validation", args.data_seed).permutation(n), [share])
+    held, kept = np.sort(held), np.sort(kept)
+    writers = None if data.writers is None else data.writers[kept]
+    fields = {"x_val": data.x[held], "y_val": data.y[held], "writers": writers}
+    return dataclasses.replace(data, x=data.x[kept], y=data.y[kept], **fields)
+
+
 def balanced_dirichlet_partition(labels, clients, alpha, seed):
     """Return a partition with label skew and equal sizes (FedMLB); n mod clients get one more.
 

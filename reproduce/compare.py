@@ -6,7 +6,7 @@ differ in --data-seed too, if no two of them have the same. The columns:
                  without any, the runs that were cut or still go, at the last round that all of
                  them have
     last, best   accuracy (%) of the global model on the whole test set, in the last round and in
-                 the best one
+                 the best one: on what --validation holds out, or else on the test set itself
     EMA          exponential moving average with factor 0.9, bias-corrected (FedMLB's figure);
                  --at: at these rounds
     last five    mean of the last five evaluations; their deviation: population standard deviation
@@ -201,7 +201,13 @@ def footnote(groups, lines):
     text = (
         f"Accuracies in %; a +- b: mean and sample standard deviation over {kinds}, none at n = 1"
     )
-    text += "; best is the highest on the test set"
+    held_out = {any("val_acc" in row for row in run.rows) for run in runs}
+    if False in held_out:
+        text += "; best is picked on the test set"
+    if True in held_out:
+        text += "; best is picked on held-out training samples" + ", with --validation" * (
+            len(held_out) > 1
+        )
     if any(line.measured.figure.startswith("mean of last five") for line in lines):
         text += "; with the mean of last five their population standard deviation"
     return f"{text}; torch {versions}, commit {', '.join(commits)}."

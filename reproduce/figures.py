@@ -4,6 +4,8 @@ import dataclasses
 import statistics
 import typing
 
+import common
+
 
 @dataclasses.dataclass
 class Mean:
@@ -57,7 +59,7 @@ def figures(run, rounds, at=(), targets=()):
 ENGINE_KEYS = {  # of a row; what else is there the method has reported
     *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
     *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema".split(),
-    *"acc_last5_mean acc_last5_std".split(),
+    *"acc_last5_mean acc_last5_std val_acc val_loss".split(),
     *(f"client_acc_{reading}" for reading in ("worst", "best", "p10", "var")),
 }
 
@@ -77,11 +79,11 @@ def is_number(value):
 def accuracy_figures(tested):
     """Return the figures of the rows that have been evaluated."""
     accuracies = [row["test_acc"] for row in tested]
-    last = tested[-1] if tested else {}
+    last, best = tested[-1] if tested else {}, common.best_row(tested)
     five = accuracies[-5:]
     return {
         "last": last.get("test_acc"),
-        "best": max(accuracies, default=None),
+        "best": best["test_acc"] if best else None,
         "EMA": last.get("acc_ema"),
         "last five": statistics.fmean(five) if five else None,
         "their deviation": statistics.pstdev(five) if five else None,

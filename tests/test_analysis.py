@@ -211,7 +211,7 @@ def test_files_of_another_round(run, tmp_path, capsys):
         (longer / name).write_bytes(latest)
     opened = runs.open_run(longer)
     opened.best_net()
-    best = common.best_round(opened.rows)
+    best = common.best_row(opened.rows)["round"]
     other = first[longer / "model.pt"] if best == 2 else (longer / "model.pt").read_bytes()
     (longer / "best.pt").write_bytes(other)
     argv = [longer, "--authors", "--samples", "2"]

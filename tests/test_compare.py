@@ -7,7 +7,16 @@ import re
 
 import pytest
 from conftest import TINY
-from makers import CELLS, ROOT, is_refused, make_run, run_compare
+from makers import (
+    CELLS,
+    PLAIN,
+    ROOT,
+    is_refused,
+    make_run,
+    read_rows,
+    run_compare,
+    write_rows,
+)
 
 import fedavg
 from reproduce.compare import MARKS
@@ -98,6 +107,22 @@ def test_rows_of_the_engine_report_nothing(tmp_path, capsys):
     out = tmp_path / "run"
     fedavg.main([*TINY, "--local-steps", "1", "--client-test", "--out", str(out)])
     assert own_figures(read_run(out).rows) == {}
+
+
+def test_the_table_says_on_what_best_is_picked(tmp_path, capsys):
+    """Without --validation the highest of the test set, 40; with it that of the best val_acc."""
+    a = make_run(tmp_path / "a", accuracies=(10, 20, 40, 30))
+    b = make_run(tmp_path / "b", f"{PLAIN} --validation 0.1", accuracies=(10, 20, 40, 30))
+    write_rows(b, [row | {"val_acc": v} for row, v in zip(read_rows(b), (1, 8, 7, 8))])
+    for folders, best, text in (
+        ([a], ["40.00"], "; best is picked on the test set; torch"),
+        ([b], ["20.00"], "; best is picked on held-out training samples; torch"),
+        ([a, b], ["40.00", "20.00"], "held-out training samples, with --validation; torch"),
+    ):
+        out = run_compare(capsys, *folders)[1]
+        rows = [line for line in out.splitlines() if line.startswith("fedavg")]
+        assert text in out
+        assert [row.partition("30.00  ")[2].split()[0] for row in rows] == best
 
 
 def test_a_method_s_report_can_be_drawn(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Evaluation and the rows of metrics.jsonl."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, flags, parts_of, same
+from conftest import TINY, flags, parts_of, refused, same
 
 import common
 import fedavg
@@ -60,6 +61,62 @@ def test_metrics(tmp_path):
     sizes = np.array([len(part) for part in parts_of(flags())])
     expected = sum(n / 600 * c["classifier.weight"].double() for n, c in zip(sizes, clients))
     assert torch.allclose(net[-1].weight.double(), expected, atol=1e-6)
+
+
+def test_validation_picks_the_best(tmp_path, monkeypatch):
+    """60 of the 600 training samples, on which round 1 is best; the clients have the others."""
+    scores = {200: iter([(1.0, 9.0), (3.0, 9.0), (2.0, 9.0)]), 60: iter([(7.0, 8.0), (5.0, 8.0)])}
+    evaluated = []
+
+    def evaluate(net, data, args, pool_map=map, hits=None):
+        evaluated.append((data.x_test, data.y_test, [v.clone() for v in net.parameters()]))
+        return next(scores[len(data.y_test)], (6.0, 8.0))
+
+    monkeypatch.setattr(common, "evaluate", evaluate)
+    out = tmp_path / "run"
+    words = [*TINY, "--rounds", "3", "--local-steps", "1", "--validation", "0.1"]
+    _, rows = fedavg.main([*words, "--epochs", "1", "--out", str(out)])
+    assert [row["val_acc"] for row in rows] == [7, 5, 6]
+    assert [row["val_loss"] for row in rows] == [8, 8, 8]
+    assert [row["test_acc"] for row in rows] == [1, 3, 2]
+    assert [row["best_acc"] for row in rows] == [1, 1, 1]
+    best = list(common.load(out / "best.pt").values())
+    assert all(torch.equal(a, b) for a, b in zip(best, evaluated[1][2]))
+    data, args = common.glyphs(), flags("--validation", "0.1")
+    kept = common.load_data(args)
+    assert len(kept.x) == len(kept.y) == len(kept.writers) == 540
+    assert torch.equal(kept.x_val, evaluated[1][0]) and torch.equal(kept.y_val, evaluated[1][1])
+
+    def images(*parts):
+        return sorted(image.numpy().tobytes() for part in parts for image in part)
+
+    assert images(kept.x, kept.x_val) == images(data.x)
+    other = common.load_data(flags("--validation", "0.1", "--data-seed", "1"))
+    assert len(other.x_val) == 60
+
+
+def test_own_samples_for_validation(tmp_path):
+    """--validation 0 holds out none, and takes those that are there; 0.5 some of the others."""
+    data = common.glyphs()
+    own = dataclasses.replace(data, x_val=data.x_test[:50], y_val=data.y_test[:50])
+    words = ["--local-steps", "1", "--rounds", "1", "--model", "cnn"]
+    for i, (given, more, shown) in enumerate(
+        [(data, [], False), (own, [], True), (data, ["--validation", "0.5"], True)]
+    ):
+        args = flags(*words, *more, "--out", str(tmp_path / str(i)))
+        _, rows = common.run(args, fedavg.local_update, data=given)
+        assert ("val_acc" in rows[0]) == shown
+
+
+@pytest.mark.parametrize("share", ["0.0001", "1"])
+def test_validation_leaves_some_on_both_sides(capsys, share):
+    refused(capsys, fedavg, [*TINY, "--validation", share], "--validation", "of 600")
+
+
+def test_validation_is_not_for_a_split_file(capsys, tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    words = ["--partition", "file", "--split-file", tmp_path / "a.json", "--validation", "0.1"]
+    refused(capsys, fedavg, [*TINY, *words], "--validation", "--partition file")
 
 
 def test_a_method_reports_into_its_row(tmp_path):

@@ -203,7 +203,7 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
     fedavg.main(["--out", str(out), "--resume"])
     fedavg.main([*argv, "--rounds", "4", "--out", str(whole)])
     assert_equal_runs(whole, out)
-    assert common.load(out / "best.pt").stamp["round"] == common.best_round(rows_of(out))
+    assert common.load(out / "best.pt").stamp["round"] == common.best_row(rows_of(out))["round"]
 
 
 def test_best_waits_for_its_checkpoint(tmp_path):
