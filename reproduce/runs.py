@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import types
@@ -117,7 +118,7 @@ def read_run(path):
     """
     path = pathlib.Path(path)
     config = read_settings(path)
-    flags = config["flags"]
+    flags = later_flags() | config["flags"]
     flags["epochs"] = None if flags.get("local_steps") else flags.get("epochs")
     return RunRecord(
         path=path,
@@ -130,6 +131,13 @@ def read_run(path):
         commit=config.get("commit") or "unknown",
         workers=config.get("workers"),
     )
+
+
+@functools.cache
+def later_flags():
+    """Return the shared flags at their defaults, which is what runs from before a flag had."""
+    parser = common.flags("", "reproduce")
+    return common.flag_values(parser.parse_args(["--device", "cpu"]))
 
 
 def read_settings(path):

@@ -160,6 +160,16 @@ def test_groups_are_runs_that_differ_by_seed_only(tmp_path):
     assert "again" in again and "a0" in again and "empty" in empty
 
 
+def test_a_flag_that_came_later_is_off_in_older_runs(tmp_path):
+    """They are the row of runs that have it at its default, and of no others."""
+    folders = [make_run(tmp_path / str(i), seed=i) for i in range(2)]
+    folders.append(make_run(tmp_path / "held", f"{PLAIN} --validation 0.1", seed=2))
+    config = json.loads((folders[0] / "config.json").read_text())
+    del config["flags"]["validation"]
+    set_config(folders[0], **config)
+    assert [group.count() for group in make_groups(*folders)] == ["2", "1"]
+
+
 def set_config(folder, **entries):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
