@@ -95,7 +95,7 @@ def test_a_run_without_digests_is_resumed(folder_run):
     root, out = folder_run
     config = config_of(out)
     del config["data"]
-    (out / "config.json").write_text(json.dumps(config))
+    (out / "config.json").write_text(json.dumps(common.sealed(config)))
     blacken(root, "train/ape/1.png")
     _, rows = fedavg.main(["--out", str(out), "--resume", "--rounds", "2", *at(root)])
     assert len(rows) == 2
@@ -104,7 +104,8 @@ def test_a_run_without_digests_is_resumed(folder_run):
 @pytest.mark.parametrize("damage", [[1], 5, {}, {"labels": 5}])
 def test_damaged_digests(folder_run, capsys, damage):
     config = config_of(folder_run[1])
-    (folder_run[1] / "config.json").write_text(json.dumps({**config, "data": damage}))
+    config = common.sealed({**config, "data": damage})
+    (folder_run[1] / "config.json").write_text(json.dumps(config))
     resumed(capsys, folder_run[1], "labels", more=at(folder_run[0]))
 
 
