@@ -230,7 +230,8 @@ def check_widths(args):
     """Raise UserError where a method trains narrow sub-networks that the network does not have."""
     width = {"fedalign": "width", "gradaug": "min_width"}.get(args.script)
     if width and getattr(args, width) < 1 and args.mu and args.model in WITHOUT_WIDTHS:
-        raise UserError(f"--model {args.model}: has no narrow sub-network; use another")
+        what = WITHOUT_WIDTHS[args.model]
+        raise UserError(f"--model {args.model}: a sub-network of {what} is not defined")
 
 
 def prepare_net(data, args, adapt=None, net=None):
@@ -1505,8 +1506,12 @@ NETS = {  # name: a function of (channels, size) that returns blocks and the wid
 # of extras/backbones.py and extras/text.py
 EXTRA_NETS = {name: "backbones" for name in ("vgg9", "mobilenet", "shufflenet", "squeezenet")}
 EXTRA_NETS["lstm"] = "text"
-# whose groups, concatenations and gates have no narrow sub-networks
-WITHOUT_WIDTHS = ("mobilenet", "shufflenet", "squeezenet", "lstm")
+WITHOUT_WIDTHS = {  # networks of which at_width() makes no narrow one: why
+    "mobilenet": "grouped convolutions",
+    "shufflenet": "grouped convolutions",
+    "squeezenet": "concatenated maps",
+    "lstm": "an LSTM, which reads text,",
+}
 
 
 def build_net(name, classes, channels=3, size=32, projection=0):
