@@ -119,7 +119,16 @@ class Method(NamedTuple):
     adapt: Callable | None = None
 
 
-def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=None, net=None):
+def run(
+    args,
+    local_update,
+    aggregate=None,
+    after_round=None,
+    adapt=None,
+    data=None,
+    net=None,
+    on_round=None,
+):
     """Train a federation as args say, in a run folder.
 
     args: what the parser of flags() returns.
@@ -130,11 +139,14 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
         worker.net holds the new global weights, in eval mode.
     adapt(net, args): changes the network before training begins. data, net: a Data and an
     nn.Sequential of blocks, instead of those that --dataset and --model name. server["report"], a
-    dict of numbers, is added to the round's row of metrics.jsonl.
+    dict of numbers, is added to the round's row of metrics.jsonl. on_round(row, net): called behind
+        each round with its row and the global network; once it returns true, training ends behind
+        the next round that is evaluated, that one included.
 
-    Returns the global network and the rows of metrics.jsonl. A user's mistake ends in one line on
-    stderr and exit code 2."""
+    Returns the global network and the rows of metrics.jsonl. A user's mistake is a UserError; in a
+    command, one line on stderr and exit code 2."""
     method = Method(local_update, aggregate or average, after_round, adapt)
+    args = copy.copy(args)
     note_own(args, data, net)
     with one_line_errors(args.script, args, "use fewer --workers, a smaller --batch-size or cpu"):
         check_files(args)
@@ -144,7 +156,7 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
             if data is None and not args.resume:
                 check_before_data(args, adapt, net)
             make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
-            return train(begin(args, folder, data, make_net), method)
+            return train(begin(args, folder, data, make_net), method, on_round)
 
 
 def note_own(args, data, net):
@@ -262,12 +274,12 @@ def most_steps(parts, net, args):
     return steps
 
 
-def train(fed, method):
+def train(fed, method, on_round=None):
     """Train the rounds that are left. Return the global network and the rows of metrics.jsonl."""
     args, folder, pool = fed.args, fed.folder, fed.pool
     say = (lambda _: None) if args.quiet else tqdm.write
     say(opening_line(fed))
-    clients = sampled_clients(args)
+    clients, stopped = sampled_clients(args), False
     bar = tqdm(
         total=args.rounds * clients,
         initial=fed.server["round"] * clients,
@@ -286,6 +298,10 @@ def train(fed, method):
             keep_round(fed, row)
             bar.set_postfix_str(row_line(row, args))
             say(row_line(row, args))
+            stopped = bool(on_round and on_round(row, fed.net)) or stopped
+            if stopped and row["test_acc"] is not None:
+                folder.checkpoint(fed)
+                break
     save(fed.net.state_dict(), folder.out / "model.pt", folder.stamp_with_rows())
     summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
     say(summary_line.format(**folder.rows[-1]))
@@ -2123,20 +2139,31 @@ class Parser(PlainParser):
     """The parser of a method script, with the aliases above.
 
     args.script is the script's name, args.argv the words of the command line without --out and
-    --resume. With --resume the words of the run's own command come first."""
+    --resume, args.shell whether they came from there. With --resume the words of the run's own
+    command come first. A mistake in words given from Python is a UserError."""
 
     def __init__(self, doc, script, **options):
-        self.script = pathlib.Path(script).stem
+        self.script, self.shell = pathlib.Path(script).stem, True
         super().__init__(doc, prog=f"{self.script}.py", **options)
         self._optionals.title = "flags of this script"
 
+    def error(self, message):
+        if self.shell:
+            super().error(message)
+        raise UserError(message) from None
+
     def parse_args(self, argv=None):
-        words = [canonical(word) for word in (sys.argv[1:] if argv is None else argv)]
+        self.shell = argv is None
+        if isinstance(argv, argparse.Namespace):  # of args_for()
+            if argv.script != self.script:
+                self.error(f"these are flags of {argv.script}.py")
+            return argv
+        words = [canonical(word) for word in (sys.argv[1:] if self.shell else argv)]
         try:
             if "--resume" in words:  # first, for the record may have flags that are required
                 words = [*recorded_words(self._place(words), self.script), *words]
             args = super().parse_args(words)
-            args.script, args.argv = self.script, without_place(words)
+            args.script, args.argv, args.shell = self.script, without_place(words), self.shell
             args.capture = args.graph  # until a capture fails
             args.moved = 0  # samples, until a partition needs it
             if args.server_lr is None:
@@ -2154,6 +2181,7 @@ class Parser(PlainParser):
         """Return what words say for --out."""
         parser = PlainParser(None, prog=self.prog, add_help=False)
         parser.add_argument("--out")
+        parser.error = self.error
         return parser.parse_known_args(words)[0].out
 
 
@@ -2202,7 +2230,8 @@ def recorded_words(out, script):
 
 def flag_values(args):
     """Return the flags of args as {name: value}, without what else the parser noted there."""
-    return {k: v for k, v in vars(args).items() if k not in ("script", "argv", "capture", "moved")}
+    noted = ("script", "argv", "shell", "capture", "moved")
+    return {k: v for k, v in vars(args).items() if k not in noted}
 
 
 def without_place(words):
@@ -2292,6 +2321,14 @@ def flags(doc, script):
     add_training_flags(parser.add_argument_group("local training").add_argument)
     add_machine_flags(parser.add_argument_group("machine and run folder").add_argument)
     return parser
+
+
+def args_for(script, **values):
+    """Return a script's parsed flags, which its main() takes in place of words.
+
+    script: its module. values: of flags, by their names, with underscores; None is the default.
+    UserError for what the script would refuse."""
+    return extra("own", "args_for").args_for(script, values)
 
 
 COUNT = number(int, 1)
@@ -2825,7 +2862,7 @@ class RunFolder:
             check_stamp(state, path, self.stamp_with_rows())
         self.write_rows()
         self.tidy()
-        if self.args.rounds != flags["rounds"]:
+        if fed.server["round"] < self.args.rounds:
             # what is of the last round is of another round soon
             shutil.rmtree(self.out / "clients", ignore_errors=True)
             (self.out / "model.pt").unlink(missing_ok=True)
@@ -2927,27 +2964,34 @@ class UserError(ValueError):
 def one_line_errors(script, args=None, advice="use a smaller --batch-size or --device cpu"):
     """Turn a mistake, a full memory and an interrupt into one line on stderr and an exit code.
 
-    args: those of a run that could be resumed; advice: what to do about a full memory."""
+    args: those of a run that could be resumed; advice: what to do about a full memory. Where the
+    words of args came from Python the line is an exception's: UserError or KeyboardInterrupt, and
+    an OSError or a FloatingPointError as it is."""
+    shell = args is None or args.shell
     try:
         yield
         return
     except (UserError, OSError) as e:
-        message, code = str(e), 2
+        error, code = e, 2
     except FloatingPointError as e:
-        message, code = str(e), 1
+        error, code = e, 1
     except (MemoryError, RuntimeError) as e:
         full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
         if not full and "allocate memory" not in str(e):
             raise
-        message, code = f"the memory is full; {advice}", 2
+        error, code = UserError(f"the memory is full; {advice}"), 2
     except KeyboardInterrupt:
-        ignore_interrupts()
+        if shell:
+            ignore_interrupts()
         message, code = "interrupted", 130
         if args and args.out and pathlib.Path(args.out, "config.json").exists():
             message += f"; continue with --out {args.out} --resume"
+        error = KeyboardInterrupt(message)
+    if not shell:
+        raise error
     kind = "" if code == 130 else "error: "  # Ctrl-C, or a limit of time, is none
     with contextlib.suppress(OSError):  # where stderr is a full disk or a closed pipe
-        print(f"{script}.py: {kind}{' '.join(message.split())}", file=sys.stderr)
+        print(f"{script}.py: {kind}{' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -5,7 +5,6 @@ and writes NAME.json, NAME.npz and NAME-KEY.pdf into it, never over a file that 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import io
@@ -75,13 +74,10 @@ def method_call(script, argv=()):
         aggregate = aggregate or common.average
         return MethodCall(args, common.Method(local_update, aggregate, after_round, adapt))
 
-    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(message):
-            return module.main(list(argv), run=record)
-    except SystemExit:
-        reason = message.getvalue().partition("error: ")[2]
-        raise common.UserError(f"{script}.py: {reason}") from None
+        return module.main(list(argv), run=record)
+    except common.UserError as error:
+        raise common.UserError(f"{script}.py: {error}") from None
 
 
 # --- finished runs

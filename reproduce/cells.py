@@ -62,7 +62,7 @@ class Cell:
 def parsed_flags(command):
     """Return the flags of a command line, {name: value}, as its script's own parser gives them.
 
-    Exits with one line and code 2 if the script refuses them.
+    Raises UserError if the script refuses them.
     """
     return common.flag_values(parsed(command)[0])
 
@@ -81,7 +81,10 @@ def parsed(command):
         aggregate = aggregate or common.average
         return args, common.Method(local_update, aggregate, after_round, adapt)
 
-    return main(words, run=handed)
+    try:
+        return main(words, run=handed)
+    except common.UserError as e:
+        raise common.UserError(f"{script}: {e}") from None
 
 
 def dirichlet(alpha, partition="dirichlet"):

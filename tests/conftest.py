@@ -1,6 +1,7 @@
 import pathlib
 import shutil
 import sys
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -51,10 +52,16 @@ def parts_of(args):
     return common.partition(common.glyphs(), args)
 
 
+def from_shell(script, argv):
+    """Call a script's main as its command line does."""
+    with unittest.mock.patch.object(sys, "argv", [script.__file__, *map(str, argv)]):
+        return script.main()
+
+
 def refused(capsys, script, argv, *words, code=2):
     """Check that a script ends with code and prints one line, on stderr, that has all words."""
     with pytest.raises(SystemExit) as stop:
-        script.main([str(word) for word in argv])
+        from_shell(script, argv)
     out, err = capsys.readouterr()
     assert stop.value.code == code, err
     assert "Traceback" not in err
@@ -81,7 +88,7 @@ def make_folder(root, size=(12, 12), mode="RGB", classes=("ape", "bee")):
 def refused_amid_output(capsys, script, argv, *words):
     """As refused(), but for what a script may have printed before it found the mistake."""
     with pytest.raises(SystemExit) as stop:
-        script.main([str(word) for word in argv])
+        from_shell(script, argv)
     _, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if "error:" in line]
     assert stop.value.code == 2, err

@@ -9,7 +9,7 @@ from methods import METHODS, ROOT, needed
 
 STEPS = "--dataset glyphs --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
 STEPS = [*STEPS.split(), "--partition", "iid", "--device", "cpu", "--quiet"]
-SMALL = "import common, sys; common.GLYPHS = (240, 40); import {0}; {0}.main(sys.argv[1:])"
+SMALL = "import common, sys; common.GLYPHS = (240, 40); import {0}; {0}.main()"
 LOOP = """
 import pathlib, sys
 import torch

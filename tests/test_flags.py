@@ -65,6 +65,7 @@ def test_what_the_parser_notes():
     assert common.flag_values(args).keys() == vars(args).keys() - {
         "script",
         "argv",
+        "shell",
         "capture",
         "moved",
     }

@@ -661,6 +661,7 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
     common.run(parser.parse_args([*TINY, "--rounds", "1", "--out", str(out)]), local_update)
     good = (out / "checkpoint.pt").read_bytes()
     args = parser.parse_args(resumed(out))
+    args.shell = True
     with pytest.raises(SystemExit) as stop:
         common.run(args, local_update)
     err = capsys.readouterr().err

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, flags, needs_gpu, same
+from conftest import TINY, flags, from_shell, needs_gpu, same
 from support import make_sent140, refused, text_flags
 
 import common
@@ -331,7 +331,7 @@ def test_methods_that_need_images(tmp_path, capsys, script, words):
     make_sent140(tmp_path)
     argv = text_flags(tmp_path, "--clients", "2", "--partition", "iid")
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module(script).main([*TINY, *argv, "--out", str(tmp_path / "run")])
+        from_shell(importlib.import_module(script), [*TINY, *argv, "--out", tmp_path / "run"])
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert len(err.splitlines()) == 1

@@ -1,0 +1,162 @@
+"""From Python: errors are exceptions, flags by name, a callback behind each round."""
+
+import functools
+import json
+
+import pytest
+import torch
+from conftest import TINY, args_of, from_shell, same
+from methods import SCRIPTS
+
+import common
+import fedalign
+import fedavg
+import moon
+import scaffold
+from analysis.runs import open_run
+
+MISTAKES = [
+    "--lr 0",
+    "--nonsense 1",
+    "--clients 601 --partition iid",
+    "--split-file x",
+    "--resume",
+    "--dataset folder --data-dir /nonexistent",
+    "--resume --out",
+]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_an_exception_with_the_shell_s_line(tmp_path, capsys, words):
+    out = [] if "--resume" in words else ["--out", str(tmp_path / "run")]
+    words = [*TINY, *out, *words.split()]
+    with pytest.raises(common.UserError) as error:
+        fedavg.main(words)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(SystemExit) as stop:
+        from_shell(fedavg, words)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"fedavg.py: error: {error.value}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_s_own_refusal_is_an_exception():
+    words = "--correction gradient --persist-opt".split()
+    with pytest.raises(common.UserError, match="--persist-opt"):
+        scaffold.main([*TINY, *words])
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (OSError("disk full"), OSError),
+        (FloatingPointError("NaN"), FloatingPointError),
+        (MemoryError(), common.UserError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (RuntimeError("a bug"), RuntimeError),
+    ],
+)
+def test_other_ends_of_a_run_are_exceptions_too(tmp_path, monkeypatch, capsys, error, kind):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(common, "measure_round", fails)
+    with pytest.raises(kind) as raised:
+        fedavg.main([*TINY, "--local-steps", "1", "--out", str(tmp_path / "run")])
+    if kind is KeyboardInterrupt:
+        assert str(raised.value) == f"interrupted; continue with --out {tmp_path / 'run'} --resume"
+    if isinstance(error, MemoryError):
+        assert str(raised.value).startswith("the memory is full; ")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_args_for_are_the_words_flags():
+    """On, off, both spellings, lists and None; what a script derives from flags is there."""
+    args = common.args_for(fedalign, clients=64, mu=0.1, drop_last=True, nesterov=False, leak=False)
+    words = "--clients 64 --mu 0.1 --drop-last --no-nesterov"
+    expected = args_of(fedalign, *words.split())
+    assert common.flag_values(args) == common.flag_values(expected)
+    assert common.args_for(fedalign, client_number=7, lr=None).clients == 7
+    assert common.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
+    assert common.args_for(moon, model="cnn").projection == 0
+    assert common.args_for(moon, model="resnet56").projection == 256
+
+
+@pytest.mark.parametrize("values", [{"client": 4}, {"mu": "x"}, {"tau": 1}, {"leek": False}])
+def test_args_for_refuses(values):
+    [name] = values
+    with pytest.raises(common.UserError, match=f"--(no-)?{name}"):
+        common.args_for(fedalign, **values)
+
+
+def test_main_takes_args_for(tmp_path):
+    """With what the script hands over beside its flags: SCAFFOLD's aggregation."""
+    small = {"dataset": "glyphs", "model": "cnn", "clients": 4, "rounds": 2, "epochs": 1}
+    small |= {"batch_size": 32, "quiet": True, "device": "cpu"}
+    args = common.args_for(scaffold, **small, out=tmp_path / "a")
+    before = dict(vars(args))
+    net, rows = scaffold.main(args)
+    words = [*TINY, "--out", str(tmp_path / "b")]
+    assert same(net.state_dict(), scaffold.main(words)[0].state_dict())
+    assert vars(args) == before  # the run notes nothing in them
+    with pytest.raises(common.UserError, match="flags of scaffold.py"):
+        moon.main(args)
+
+
+def test_on_round_sees_each_row_and_the_network(tmp_path):
+    seen = []
+
+    def on_round(row, net):
+        seen.append((row, {k: v.clone() for k, v in net.state_dict().items()}))
+
+    run = functools.partial(common.run, on_round=on_round)
+    net, rows = fedavg.main([*TINY, "--out", str(tmp_path / "run")], run=run)
+    assert [row for row, _ in seen] == rows
+    assert same(seen[1][1], net.state_dict())
+    assert not same(seen[0][1], seen[1][1])
+
+
+def test_stopped_and_resumed_is_the_whole_run(tmp_path):
+    """Stopped in round 2, which is not evaluated: it ends behind round 3, whole; it goes on."""
+    words = [*TINY, "--rounds", "5", "--eval-every", "3", "--local-steps", "2"]
+    words += ["--checkpoint-every", "4"]
+    run = functools.partial(common.run, on_round=lambda row, net: row["round"] == 2)
+    out = tmp_path / "cut"
+    net, rows = fedavg.main([*words, "--out", str(out)], run=run)
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert same(open_run(out).net.state_dict(), net.state_dict())
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    again, rows = fedavg.main(["--out", str(out), "--resume"])
+    whole, expected = fedavg.main([*words, "--out", str(tmp_path / "whole")])
+    assert same(again.state_dict(), whole.state_dict())
+    keys = ("round", "test_acc", "train_loss", "clients")
+    assert [[row[k] for k in keys] for row in rows] == [[row[k] for k in keys] for row in expected]
+
+
+def test_a_stopped_run_that_goes_on_keeps_no_older_model(tmp_path, monkeypatch):
+    words = [*TINY, "--rounds", "4", "--local-steps", "1", "--out", str(tmp_path / "run")]
+    run = functools.partial(common.run, on_round=lambda row, net: True)
+    fedavg.main(words, run=run)
+    assert (tmp_path / "run" / "model.pt").exists()
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(common, "measure_round", fails)
+    with pytest.raises(OSError):
+        fedavg.main([*words, "--resume"])
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+def test_two_runs_in_a_process(tmp_path):
+    """The second is what it is alone: nothing of the first is left."""
+    other = [*TINY, "--seed", "1", "--out", str(tmp_path / "other")]
+    fedavg.main(other)
+    torch.rand(5)
+    words = [*TINY, "--out"]
+    a, _ = fedavg.main([*words, str(tmp_path / "a")])
+    moon.main([*TINY, "--out", str(tmp_path / "moon")])
+    b, _ = fedavg.main([*words, str(tmp_path / "b")])
+    assert same(a.state_dict(), b.state_dict())
+    configs = [json.loads((tmp_path / k / "config.json").read_text()) for k in "ab"]
+    assert configs[0]["flags"] == {**configs[1]["flags"], "out": configs[0]["flags"]["out"]}
