@@ -161,10 +161,8 @@ def run(
 
 def note_own(args, data, net):
     """Note in args that the data set or the network is the caller's own, which no flag names."""
-    if data is not None:
-        args.dataset = "own"
-    if net is not None:
-        args.model = "own"
+    if data is not None or net is not None:
+        extra("own", "data= and net=").note(args, data, net)
 
 
 @dataclasses.dataclass
@@ -189,8 +187,9 @@ def begin(args, folder, data, make_net):
     Federation."""
     device = set_up_device(args)
     data = load_data(args) if data is None else hold_out(data, args)
-    if data.x.ndim == 4 and data.x.shape[2] != data.x.shape[3] and resolve_augment(args):
-        raise UserError("argument --augment: for square images; use none")
+    square = data.x.ndim == 4 and data.x.shape[2] == data.x.shape[3]
+    if resolve_augment(args) and not (square and data.x.dtype == torch.uint8):
+        raise UserError("argument --augment: for square images of uint8; use none")
     parts = partition(data, args)
     tests = None
     if args.client_test:
@@ -1330,7 +1329,7 @@ def no_writers(args):
     """Return the message for data whose samples have no writers."""
     return (
         f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
-        f"sample; {', '.join(WRITERS[:-1])} and {WRITERS[-1]} do"
+        f"sample; {', '.join(WRITERS[:-1])} and a folder of train/CLIENT/CLASS/* do"
     )
 
 
@@ -1552,6 +1551,8 @@ def build_net(name, classes, channels=3, size=32, projection=0):
 def net_for(data, args):
     """Return the network that args name for data, with the vectors of its words if it is text."""
     if data.words is None:
+        if data.x.ndim != 4:
+            raise UserError("argument --model: all but lstm are for images; pass net= to run()")
         channels, _, size = data.x.shape[1:]
         return build_net(args.model, data.classes, channels, size, args.projection)
     text = extra("text", "--model lstm")
@@ -1659,7 +1660,7 @@ SHAPES = {  # classes, channels and pixels of a side of the images of data sets
     "tiny-imagenet": (200, 3, 64),
     "imagenet-200": (200, 3, 224),
 }
-WRITERS = ("femnist", "sent140", "glyphs")  # data sets that say who made each sample
+WRITERS = ("femnist", "sent140", "glyphs", "folder")  # data sets that may say who made what
 EXTRA_DATASETS = {  # data sets read by extras/FILE.py
     "folder": "images",
     "femnist": "readers",
@@ -1691,16 +1692,17 @@ def side_module(name, flag):
 class Data:
     """A data set in memory.
 
-    Images x are (n, channels, height, width) uint8, or floats of any shape, which are not
-    normalised; labels y (n,) int64. Of text x is (n, steps) int16: numbers of words, 0 after the
-    last. With paths the training images stay on disk, and x is (0, channels, height, width)."""
+    Images x are (n, channels, height, width) uint8; other tensors are of any shape, and are not
+    normalised: floats, which become float32, and integers. Labels y are (n,) integers. Of text x is
+    (n, steps) int16: numbers of words, 0 after the last. With paths the training images stay on
+    disk, and x is (0, channels, height, width)."""
 
     x: torch.Tensor
     y: torch.Tensor
     x_test: torch.Tensor
     y_test: torch.Tensor
     classes: int
-    mean: torch.Tensor = None  # (channels, 1, 1), pixels in [0, 1]; computed from x when not given
+    mean: torch.Tensor = None  # (channels, 1, 1), of uint8 in [0, 1]; computed when not given
     std: torch.Tensor = None
     writers: np.ndarray = None  # (n,) a number for who made each training sample
     writers_test: np.ndarray = None
@@ -1711,23 +1713,44 @@ class Data:
     y_val: torch.Tensor = None
 
     def __post_init__(self):
+        x, x_test, y, y_test = map(torch.as_tensor, (self.x, self.x_test, self.y, self.y_test))
+        if x.is_floating_point() and x_test.is_floating_point():
+            x, x_test = x.float(), x_test.float()
+        self.x, self.x_test, self.y, self.y_test = x, x_test, y, y_test
         self._check()
-        if self.words is not None or self.x.is_floating_point():
+        self.y, self.y_test = y.long(), y_test.long()
+        if self.words is not None or x.dtype != torch.uint8:
             return
         if self.mean is None:
-            self.mean, self.std = pixel_statistics(self.x)
-        self.mean = torch.as_tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
-        self.std = torch.as_tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+            self.mean, self.std = pixel_statistics(x)
+        channels = [-1] + [1] * (x.ndim - 2)
+        self.mean = torch.as_tensor(self.mean, dtype=torch.float32).view(channels)
+        self.std = torch.as_tensor(self.std, dtype=torch.float32).view(channels)
+
+    @staticmethod
+    def of(train, test):
+        """Return the Data of two map-style data sets, as torch.utils.data's, that give (x, y).
+
+        UserError names the sample that is of another shape, or has no integer for a label."""
+        return extra("own", "Data.of").of(train, test)
 
     def _check(self):
         """Raise UserError where samples and labels do not go together."""
+        for x in (self.x, self.x_test):
+            if (x.shape[1:], x.dtype) != (self.x.shape[1:], self.x.dtype):
+                raise UserError(
+                    "data: test samples must be of the training samples' shape and type"
+                )
+            if x.ndim < 1 + (x.dtype == torch.uint8):
+                raise UserError("data: uint8 samples have channels, (samples, channels, ...)")
         train = len(self.paths) if self.paths else len(self.x)
         if (train, len(self.x_test)) != (len(self.y), len(self.y_test)):
             raise UserError("data: there must be as many labels as samples")
         for y in (self.y, self.y_test):
-            if y.dtype != torch.int64 or len(y) == 0 or not 0 <= y.min() <= y.max() < self.classes:
-                last = self.classes - 1
-                raise UserError(f"data: labels must be int64 from 0 to {last}, one at least")
+            integers = y.ndim == 1 and not y.is_floating_point() and y.dtype != torch.bool
+            if not (integers and len(y) and 0 <= y.min() <= y.max() < self.classes):
+                labels = f"integers from 0 to {self.classes - 1}, (samples,)"
+                raise UserError(f"data: labels must be {labels}, one at least")
 
     def images(self, batches, seeds=None):
         """Yield the training samples x[index] for each index of batches.
@@ -1744,9 +1767,10 @@ class Data:
 
     @property
     def image_size(self):
-        """Pixels of a side. UserError for text."""
-        if self.words is not None:
-            raise UserError("the data set is text, and this method needs images")
+        """Pixels of a side. UserError for text and other data."""
+        if self.words is not None or self.x.ndim != 4:
+            kind = "text" if self.words is not None else "not of images"
+            raise UserError(f"the data set is {kind}, and this method needs images")
         return self.x.shape[-1]
 
     def to(self, device):
@@ -1757,8 +1781,8 @@ class Data:
     def normalise(self, x):
         """Return images x, (batch, channels, height, width) uint8, as float32 of mean 0 and std 1.
 
-        Floats stay as they are; so does text, but for the padding that no text of the batch needs:
-        it is cut off, except on a GPU, which would have to wait for the length."""
+        Other numbers stay as they are; so does text, but for the padding that no text of the batch
+        needs: it is cut off, except on a GPU, which would have to wait for the length."""
         if x.dtype == torch.uint8:
             return (x.float() / 255 - self.mean) / self.std
         if self.words is None or x.is_cuda:
@@ -2027,7 +2051,7 @@ def resolve_augment(args):
         return {"seed": True} if args.augment == "auto" else {}
     names = args.augment.split(",")
     if args.augment == "auto":
-        plain = args.dataset in (*CHARACTER_DATASETS, "sent140", "own")
+        plain = args.dataset.startswith((*CHARACTER_DATASETS, "sent140", "own-"))
         names = [] if plain else ["crop", "flip"]
     augment = {}
     for name in names:
@@ -2200,6 +2224,7 @@ def check_flags(args):
     refuse(split and not args.split_file, "split-file: needed by --partition file")
     refuse(args.validation and split, "validation: not with --partition file, which deals all")
     refuse(args.split_file and not split, "split-file: only read by --partition file")
+    refuse(args.partial_split and not split, "partial-split: only for --partition file")
     leaky = text and args.partition == "natural"
     refuse(args.leak and not leaky, "leak: only for --dataset sent140 with --partition natural")
     refuse(text and args.image_size, "image-size: of images, and sent140 is text")
@@ -2360,6 +2385,7 @@ def add_data_flags(add):
     add("--similarity", type=number(float, 0, 100), default=0.0, help="%% IID, of that partition")
     add("--users", type=COUNT, help="writers of the natural partitions; default: --clients")
     add("--split-file", metavar="FILE", help="JSON {client: [index, ...]} of --partition file")
+    add("--partial-split", action="store_true", help="--split-file may leave samples out")
     add("--leak", action="store_true", help="sent140: train on test tweets too, as rFedAvg's code")
     add(
         "--client-test", action="store_true", help="test on each client's share of the test set too"

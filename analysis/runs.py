@@ -170,7 +170,8 @@ def open_run(path, device="auto", data_dir=None):
             f"{path / 'model.pt'}: missing; the run has not finished "
             f"(--out {path} --resume continues it)"
         )
-    if "own" in (config["flags"]["dataset"], config["flags"]["model"]):
+    flags = config["flags"]
+    if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
     words = [*config["argv"], f"--device={device}", "--precision=fp32"]
     if data_dir:

@@ -12,48 +12,104 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import Data, UserError, file_status, load as load_file, save
-
+from common import NATURAL, Data, UserError, file_status, load as load_file, save
 
 CACHE = ".cache-" + "[0-9a-f]" * 16  # the names of caches
 
 
 def load(args):
     """Return the data set of --dataset folder."""
-    return folder(pathlib.Path(args.data_dir), args.image_size)
+    by_client = args.partition in NATURAL
+    return folder(pathlib.Path(args.data_dir), args.image_size, by_client)
 
 
-def folder(root, image_size=None):
+def folder(root, image_size=None, by_client=False):
     """Return the images under root in torchvision's ImageFolder layout, decoded once.
 
     root: a path that holds train/CLASS/* and test/CLASS/* (or val/CLASS/*). image_size: pixels of a
-    side to which they are resized; without it all must be of one size. UserError where folders or
-    classes are missing or an image is damaged."""
-    from torchvision.datasets import ImageFolder
-
-    parts = []
-    for names in (("train",), ("test", "val")):
-        paths = [root / name for name in names if (root / name).is_dir()]
-        if not paths:
-            raise UserError(
-                f"--data-dir {root}: no folder {' or '.join(names)} in it; "
-                "--dataset folder reads train/CLASS/* and test/CLASS/*"
-            )
-        try:
-            _refuse_loops(paths[0])
-            parts.append(ImageFolder(paths[0]))
-        except OSError as e:
-            raise UserError(f"--data-dir {root}: {e}") from None
-    train, test = parts
-    if train.classes != test.classes:
-        names = sorted(set(train.classes) ^ set(test.classes))
+    side to which they are resized; without it all must be of one size. by_client: train/CLIENT/
+    CLASS/* is accepted too, and the data set then names the clients as writers, by numbers in the
+    order of their names. UserError where folders or classes are missing or an image is damaged."""
+    train_folder = _part(root, ("train",))
+    test_folder = _part(root, ("test", "val"))
+    train_clients, test_clients = (
+        _clients(root, part, by_client) for part in (train_folder, test_folder)
+    )
+    if by_client and not train_clients:
+        raise UserError(
+            f"--data-dir {root}: does not say who made each image; --partition natural and "
+            "natural-iid read train/CLIENT/CLASS/*"
+        )
+    train, classes, writers = _samples(root, train_folder, train_clients, train_clients)
+    test, test_classes, writers_test = _samples(root, test_folder, test_clients, train_clients)
+    if classes != test_classes:
+        names = sorted(set(classes) ^ set(test_classes))
         raise UserError(
             f"--data-dir {root}: train and test hold different classes; "
             f"class {names[0]!r} is in one of them only"
         )
-    data = load_images(root, train.samples, test.samples, len(train.classes), image_size)
-    data.names = train.classes
+    data = load_images(root, train, test, len(classes), image_size)
+    data.names = classes
+    if train_clients:
+        data.writers = writers
+        data.writers_test = writers_test if test_clients else None
     return data
+
+
+def _part(root, names):
+    """Return the folder under root that has one of the names; UserError if there is none."""
+    paths = [root / name for name in names if (root / name).is_dir()]
+    if not paths:
+        raise UserError(
+            f"--data-dir {root}: no folder {' or '.join(names)} in it; "
+            "--dataset folder reads train/CLASS/* and test/CLASS/*"
+        )
+    return paths[0]
+
+
+def _clients(root, part, by_client):
+    """Return the names of the clients where images lie in part/CLIENT/CLASS/*, else none.
+
+    UserError where they lie otherwise than there or in part/CLASS/*, and unless by_client."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    try:
+        _refuse_loops(part)
+    except OSError as e:
+        raise UserError(f"--data-dir {root}: {e}") from None
+    walk = os.walk(part, followlinks=True)
+    files = (pathlib.Path(folder, name) for folder, _, names in walk for name in names)
+    files = sorted(file for file in files if file.suffix.lower() in IMG_EXTENSIONS)
+    first = {len(file.relative_to(part).parts): file for file in reversed(files)}
+    if set(first) <= {2}:
+        return []
+    layout = f"{part.name}/CLASS/*, or in {part.name}/CLIENT/CLASS/* with --partition natural"
+    if set(first) != {3} or not by_client:
+        odd = first[max(set(first) - {2})]
+        others = f", and {first[2]} otherwise" if 2 in first else ""
+        raise UserError(f"--data-dir {root}: {odd} lies so{others}; images lie in {layout}")
+    return sorted(path.name for path in part.iterdir() if path.is_dir())
+
+
+def _samples(root, part, clients, train_clients):
+    """Return [(path, label), ...], the names of the classes, and each sample's writer's number.
+
+    clients: the folders in part that hold the classes, none if part itself does. Writers are
+    numbered as in train_clients; those that are not there share the number behind them."""
+    from torchvision.datasets import ImageFolder
+
+    try:
+        trees = [ImageFolder(part / client) for client in clients] or [ImageFolder(part)]
+    except OSError as e:
+        raise UserError(f"--data-dir {root}: {e}") from None
+    classes = sorted({name for tree in trees for name in tree.classes})
+    samples, writers = [], []
+    for tree, client in zip(trees, clients or [None]):
+        samples += [(path, classes.index(tree.classes[label])) for path, label in tree.samples]
+        known = client in train_clients
+        number = train_clients.index(client) if known else len(train_clients)
+        writers += [number] * len(tree.samples)
+    return samples, classes, np.array(writers)
 
 
 def _refuse_loops(top):

@@ -22,7 +22,7 @@ def split(data, args):
     if args.partition == "similarity":
         return similarity_partition(labels, clients, args.similarity, seed)
     if args.partition == "file":
-        return file_partition(args.split_file, len(data.y), args.clients)
+        return file_partition(args.split_file, len(data.y), args.clients, args.partial_split)
     if data.writers is None:
         raise UserError(common.no_writers(args))
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
@@ -183,14 +183,15 @@ def _indices_by_writer(groups, writers):
     return indices_by_owner(owner[writers], len(groups))
 
 
-def file_partition(path, samples, clients):
+def file_partition(path, samples, clients, partial=False):
     """Return a partition read from a file.
 
     The file holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
-    (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client."""
+    (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client, or,
+    where the split is partial, to one at most."""
     parts = read_split(path, clients)
     try:
-        _check_split(parts, samples)
+        _check_split(parts, samples, partial)
     except ValueError as e:
         raise UserError(f"--split-file {path}: {e}") from None
     return [np.array(part, np.int64) for part in parts]
@@ -232,8 +233,10 @@ def _read_split(path):
     return [list(part) for part in split]
 
 
-def _check_split(parts, samples):
-    """Raise ValueError unless each index from 0 to samples - 1 is in exactly one part, once."""
+def _check_split(parts, samples, partial):
+    """Raise ValueError unless each index from 0 to samples - 1 is in exactly one part, once.
+
+    partial: in one part at most."""
     owner = np.full(samples, -1)
     for k, part in enumerate(parts):
         if not all(type(i) is int and 0 <= i < samples for i in part):
@@ -244,9 +247,10 @@ def _check_split(parts, samples):
             raise ValueError(f"client {k} has an index that was given before")
         owner[part] = k
     missing = np.flatnonzero(owner < 0)
-    if len(missing):
+    if len(missing) and not partial:
         raise ValueError(
-            f"leaves out {len(missing)} of {samples} samples, the first of them {missing[0]}"
+            f"leaves out {len(missing)} of {samples} samples, the first of them {missing[0]}; "
+            "--partial-split allows that"
         )
 
 
@@ -268,10 +272,10 @@ def with_test_writers(data, args):
 def client_test_indices(data, parts, args):
     """Return the clients' test indices, a list of int64 arrays, for --client-test.
 
-    With --partition natural those of their writers' test samples; else the same share of each class
-    as of its training samples, drawn at random. A client may have none; UserError if all have none.
-    parts: the clients' training indices."""
-    if args.partition == "natural":
+    With --partition natural those of their writers' test samples, where the data set names their
+    writers; else the same share of each class as of its training samples, drawn at random. A client
+    may have none; UserError if all have none. parts: the clients' training indices."""
+    if args.partition == "natural" and data.writers_test is not None:
         groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
         tests = _indices_by_writer(groups, data.writers_test)
     else:

@@ -110,3 +110,14 @@ def test_a_wrong_cache_of_imagenet_is_made_again(tmp_path, monkeypatch):
     expected = readers.imagenet_200(root, 28).x_test
     change(root, lambda tensors: tensors.update(x_test=tensors["x_test"][:, :, :20, :20]))
     assert torch.equal(readers.imagenet_200(root, 28).x_test, expected)
+
+
+def test_a_cache_with_flipped_bits_is_made_again(folder):
+    expected = images.folder(folder).x
+    path = cache_of(folder)
+    raw = path.read_bytes()
+    for place in range(0, len(raw), len(raw) // 40):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        assert torch.equal(images.folder(folder).x, expected), place

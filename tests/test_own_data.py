@@ -1,0 +1,379 @@
+"""Own data: tensors of any shape, map-style data sets, folders of images with clients."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from conftest import TINY, flags, make_folder, refused, same
+from PIL import Image
+
+import common
+import fedavg
+import plain
+from extras import images, own, partitions
+
+BARE = [word for word in TINY if word not in ("--dataset", "glyphs", "--model", "cnn")]
+
+
+def tables(n=120, columns=6, dtype=torch.float32):
+    """Return a Data of n rows of numbers, of which three decide the class, and a third to test."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(n, columns))).to(dtype)
+    y = x[:, :3].argmax(1)
+    third = n // 3
+    return common.Data(x[third:], y[third:], x[:third], y[:third], 3)
+
+
+def trained(tmp_path, data, net, *argv, script=fedavg, name="run"):
+    run = functools.partial(common.run, data=data, net=net)
+    words = [*BARE, "--partition", "iid", "--out", str(tmp_path / name), *argv]
+    return script.main(words, run=run)
+
+
+# --- tensors
+
+
+def test_a_table_of_numbers(tmp_path):
+    """float64 of numpy becomes float32, and passes through as it is."""
+    data = tables(dtype=torch.float64)
+    assert data.x.dtype == data.x_test.dtype == torch.float32
+    assert torch.equal(data.normalise(data.x), data.x)
+    assert data.mean is None
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), common.Classifier(8, 3))
+    _, rows = trained(tmp_path, data, net, "--rounds", "3", "--epochs", "9", "--lr", "0.1")
+    assert rows[-1]["test_acc"] > 80
+    flag = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]["dataset"]
+    assert flag == f"own-{own.data_digest(data)}"
+
+
+class Last(nn.Module):
+    """An LSTM's output of the last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(5, 7, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0][:, -1]
+
+
+def test_sequences_of_numbers(tmp_path):
+    """int64 stays int64 and is not normalised: what an embedding wants."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(20, size=(90, 9))
+    y = x[:, -1] % 2
+    data = common.Data(x[:60], y[:60], x[60:], y[60:], 2)
+    assert data.x.dtype == torch.int64
+    assert torch.equal(data.normalise(data.x), torch.from_numpy(x[:60]))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 5), Last(), common.Classifier(7, 2))
+    trained(tmp_path, data, net, "--rounds", "2")
+    args = flags("--partition", "iid")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 5), Last(), common.Classifier(7, 2))
+    plain.run(args, fedavg.local_update, data=data, net=net)
+
+
+def test_signals_of_bytes_are_normalised_by_channel():
+    x = torch.randint(0, 256, (50, 3, 40), dtype=torch.uint8)
+    data = common.Data(x, torch.zeros(50).long(), x, torch.zeros(50).long(), 1)
+    z = data.normalise(x).double()
+    assert z.mean((0, 2)).abs().max() < 1e-5
+    assert (z.std((0, 2), correction=0) - 1).abs().max() < 1e-5
+
+
+Y = torch.arange(6) % 3
+X = torch.zeros(6, 4)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ((X, Y[:5], X, Y), "as many labels as samples"),
+        ((X, Y.float(), X, Y), "labels must be integers from 0 to 2"),
+        ((X, Y.view(6, 1), X, Y), "labels must be integers from 0 to 2"),
+        ((X, Y + 1, X, Y), "labels must be integers from 0 to 2"),
+        ((X, Y, X, Y - 1), "labels must be integers from 0 to 2"),
+        ((X, Y, X[:, :3], Y), "shape and type"),
+        ((X, Y, X.byte(), Y), "shape and type"),
+        ((torch.zeros(6).byte(), Y, torch.zeros(6).byte(), Y), "channels"),
+    ],
+)
+def test_bad_tensors(fields, words):
+    with pytest.raises(common.UserError, match=words):
+        common.Data(*fields, 3)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--augment flip", "argument --augment"),
+        ("--image-size 16", "argument --image-size"),
+        ("--normalise half", "argument --normalise"),
+        ("--partition natural", "does not say who made"),
+    ],
+)
+def test_flags_that_do_not_go_with_own_data(tmp_path, argv, words):
+    net = nn.Sequential(common.Classifier(6, 3))
+    with pytest.raises(common.UserError, match=words):
+        trained(tmp_path, tables(), net, *argv.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_named_network_wants_images(tmp_path):
+    with pytest.raises(common.UserError, match="argument --model: .* pass net="):
+        trained(tmp_path, tables(), None, "--model", "cnn")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_data_or_layers_do_not_resume(tmp_path):
+    def net(width=8):
+        return nn.Sequential(nn.Linear(6, width), nn.ReLU(), common.Classifier(width, 3))
+
+    trained(tmp_path, tables(), net(), "--rounds", "1")
+    more = ["--rounds", "2", "--resume"]
+    with pytest.raises(common.UserError, match="--dataset: own-.* differs from the own-"):
+        trained(tmp_path, tables(n=123), net(), *more)
+    with pytest.raises(common.UserError, match="--model: own-.* differs from the own-"):
+        trained(tmp_path, tables(), net(9), *more)
+    _, rows = trained(tmp_path, tables(), net(), *more)  # other weights are those of the run
+    assert len(rows) == 2
+
+
+def test_the_digest_is_of_all():
+    """Another number anywhere, and it is another data set; the same numbers are the same."""
+
+    def changed(field):
+        data = tables()
+        if field:
+            getattr(data, field)[0] = (getattr(data, field)[0] + 1) % 3
+        return own.data_digest(data)
+
+    assert changed(None) == changed(None)
+    assert len({changed(k) for k in (None, "x", "y", "x_test", "y_test")}) == 5
+
+
+# --- map-style data sets
+
+
+class Pairs:
+    """A map-style data set of a list."""
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, i):
+        return self.pairs[i]
+
+
+def test_data_of_two_data_sets(tmp_path):
+    data = tables()
+    train = torch.utils.data.TensorDataset(data.x, data.y)
+    test = torch.utils.data.Subset(train, range(40))
+    found = common.Data.of(train, test)
+    assert torch.equal(found.x, data.x) and torch.equal(found.y, data.y)
+    assert torch.equal(found.x_test, data.x[:40]) and torch.equal(found.y_test, data.y[:40])
+    assert found.classes == 3
+    train.classes = ["a", "b", "c", "d"]
+    assert common.Data.of(train, test).classes == 4
+
+
+def test_data_of_pillow_images_and_arrays():
+    """Images stay bytes, (channels, height, width); a data set of its arrays is the same."""
+    rng = np.random.default_rng(0)
+    for shape, mode in (((5, 7, 3), "RGB"), ((5, 7), "L")):
+        pixels = rng.integers(256, size=(4, *shape)).astype(np.uint8)
+        pairs = Pairs([(Image.fromarray(p, mode), i % 2) for i, p in enumerate(pixels)])
+        data = common.Data.of(pairs, pairs)
+        expected = torch.from_numpy(pixels).view(4, 5, 7, -1).permute(0, 3, 1, 2)
+        assert torch.equal(data.x, expected)
+        arrays = Pairs([(x.numpy(), np.int32(y)) for x, y in zip(data.x, data.y)])
+        assert torch.equal(common.Data.of(arrays, arrays).x, expected)
+
+
+GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
+
+
+@pytest.mark.parametrize(
+    "pairs, words",
+    [
+        ([], "train is empty"),
+        ([*GOOD, (torch.zeros(4), 0)], r"train\[2\] is \(4,\) .* train\[0\] is \(3,\)"),
+        ([*GOOD, (torch.zeros(3).long(), 0)], r"train\[2\] is \(3,\) torch.int64"),
+        ([*GOOD, (torch.zeros(3), 0.5)], r"train\[2\] is no \(x, integer y\)"),
+        ([*GOOD, torch.zeros(3)], r"train\[2\] is no \(x, integer y\)"),
+        ([*GOOD, (torch.zeros(3), -1)], "labels must be integers"),
+    ],
+)
+def test_data_sets_that_do_not_fit(pairs, words):
+    with pytest.raises(common.UserError, match=words):
+        common.Data.of(Pairs(pairs), Pairs(GOOD))
+
+
+def test_an_iterable_is_no_map_style_data_set():
+    with pytest.raises(common.UserError, match="train has no length"):
+        common.Data.of(iter(GOOD), Pairs(GOOD))
+
+
+# --- folders of images with clients
+
+
+def make_clients(root, clients=("zoe", "amy", "bob"), test="clients"):
+    """Write train/CLIENT/CLASS/*: amy has no bee; test alike, or by class. Return root."""
+    for client in clients:
+        make_folder(root / "made" / client)
+        for part in ("train", "test") if test == "clients" else ("train",):
+            (root / part).mkdir(exist_ok=True)
+            (root / "made" / client / part).rename(root / part / client)
+            if client == "amy":
+                for file in (root / part / client / "bee").iterdir():
+                    file.unlink()
+                (root / part / client / "bee").rmdir()
+    if test == "classes":
+        make_folder(root / "again")
+        (root / "again" / "test").rename(root / "test")
+    return root
+
+
+def shade(path):
+    return torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
+
+
+def test_folder_with_clients(tmp_path):
+    """Samples in order of clients, classes and names; writers in order of the clients' names."""
+    root = make_clients(tmp_path)
+    Image.fromarray(np.full((12, 12, 3), 7, np.uint8)).save(root / "train/bob/ape/1.png")
+    data = images.folder(root, by_client=True)
+    assert data.writers.tolist() == [0] * 3 + [1] * 6 + [2] * 6
+    assert data.y.tolist() == [0, 0, 0] + 2 * [0, 0, 0, 1, 1, 1]
+    assert data.writers_test.tolist() == [0] * 2 + [1] * 4 + [2] * 4
+    assert data.y_test.tolist() == [0, 0] + 2 * [0, 0, 1, 1]
+    assert data.classes == 2
+    assert (data.x[4] == 7).all()
+    assert torch.equal(data.x[14], shade(root / "train/zoe/bee/2.png"))
+
+
+def test_natural_partition_of_a_folder(tmp_path, capsys):
+    root = make_clients(tmp_path)
+    words = ["--dataset", "folder", "--data-dir", str(root), "--image-size", "32"]
+    words += ["--partition", "natural", "--clients", "3", "--client-test"]
+    args = flags(*words)
+    data = common.load_data(args)
+    parts = common.partition(data, args)
+    assert sorted(map(len, parts)) == [3, 6, 6]
+    assert all(len(set(data.writers[part])) == 1 for part in parts)
+    tests = partitions.client_test_indices(data, parts, args)
+    for part, test in zip(parts, tests):
+        assert set(data.writers[part]) == set(data.writers_test[test])
+    _, rows = fedavg.main([*TINY, *words, "--out", str(tmp_path / "run")])
+    assert len(rows) == 2
+    few = [*TINY, *words, "--clients", "4", "--out", tmp_path / "few"]
+    refused(capsys, fedavg, few, "--clients 4", "3 writers")
+
+
+def test_a_test_client_without_training_samples_takes_no_part(tmp_path):
+    root = make_clients(tmp_path)
+    make_folder(tmp_path / "other")
+    (tmp_path / "other" / "test").rename(root / "test" / "kim")
+    data = images.folder(root, by_client=True)
+    assert data.writers_test.tolist() == [0] * 2 + [1] * 4 + [3] * 4 + [2] * 4
+    args = flags("--dataset", "folder", "--data-dir", str(root), "--partition", "natural")
+    args.clients = 3
+    assert len(common.load_data(args).y_test) == 10
+
+
+def test_test_set_by_class_alone(tmp_path):
+    """--client-test then deals it out by the clients' shares of each class."""
+    root = make_clients(tmp_path, test="classes")
+    words = ["--dataset", "folder", "--data-dir", str(root), "--partition", "natural"]
+    args = flags(*words, "--clients", "3", "--client-test")
+    data = common.load_data(args)
+    assert (len(data.y_test), data.writers_test) == (4, None)
+    tests = partitions.client_test_indices(data, common.partition(data, args), args)
+    assert sorted(np.concatenate(tests)) == [0, 1, 2, 3]
+
+
+def mixed(root):
+    make_folder(make_clients(root))
+
+
+def nested(root):
+    make_folder(root)
+    (root / "train" / "cow").mkdir()
+    (root / "train" / "ape").rename(root / "train" / "cow" / "ape")
+
+
+def deep(root):
+    make_clients(root / "x")
+    (root / "train").mkdir()
+    (root / "x" / "train").rename(root / "train" / "year")
+    (root / "x" / "test").rename(root / "test")
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid"])
+@pytest.mark.parametrize("make", [mixed, nested, deep])
+def test_ambiguous_folders(tmp_path, capsys, make, partition):
+    make(tmp_path / "images")
+    words = ["--dataset", "folder", "--data-dir", tmp_path / "images", "--partition", partition]
+    found = ["lies so", "train/CLASS/*", "train/CLIENT/CLASS/*", "--partition natural"]
+    refused(capsys, fedavg, [*TINY, *words, "--out", tmp_path / "run"], *found)
+    assert not (tmp_path / "run").exists()
+
+
+def test_clients_are_not_taken_for_classes(tmp_path, capsys):
+    root = make_clients(tmp_path)
+    words = ["--dataset", "folder", "--data-dir", root, "--out", tmp_path / "run"]
+    found = ["amy/ape/0.png lies so", "--partition natural"]
+    refused(capsys, fedavg, [*TINY, *words], *found)
+    plain_folder = make_folder(tmp_path / "plain")
+    words = ["--dataset", "folder", "--data-dir", plain_folder, "--partition", "natural"]
+    found = ["does not say who made", "train/CLIENT/CLASS/*"]
+    refused(capsys, fedavg, [*TINY, *words, "--out", tmp_path / "run"], *found)
+
+
+def test_order_of_a_folder(tmp_path):
+    """As docs/data.md says: by class, in the order of Python's strings, then by name."""
+    root = make_folder(tmp_path, classes=("bee", "Cow", "10", "9"))
+    data = images.folder(root)
+    paths = sorted((root / "train").glob("*/*"), key=lambda path: path.parts)
+    assert [path.parent.name for path in paths[::3]] == ["10", "9", "Cow", "bee"]
+    assert data.y.tolist() == [i // 3 for i in range(12)]
+    assert all(torch.equal(x, shade(path)) for x, path in zip(data.x, paths))
+
+
+# --- a split that leaves samples out
+
+
+def test_partial_split(tmp_path, capsys):
+    split = tmp_path / "split.json"
+    split.write_text(json.dumps([[5, 3, 1], [0, 599], list(range(100, 140)), [7, 8]]))
+    words = ["--partition", "file", "--split-file", str(split)]
+    refused(capsys, fedavg, [*TINY, *words, "--out", tmp_path / "run"], "--partial-split")
+    args = flags(*words, "--partial-split")
+    parts = common.partition(common.glyphs(), args)
+    assert [part.tolist() for part in parts[:2]] == [[5, 3, 1], [0, 599]]
+    assert sum(map(len, parts)) == 47
+    split.write_text(json.dumps([[5, 3, 1], [3], [1], [2]]))
+    words += ["--partial-split", "--out", tmp_path / "run"]
+    refused(capsys, fedavg, [*TINY, *words], "--split-file", "given before")
+    refused(capsys, fedavg, [*TINY, "--partial-split"], "--partial-split", "--partition file")
+
+
+def test_the_same_data_give_the_same_weights_by_every_way(tmp_path):
+    """Tensors, arrays and data sets."""
+    data = tables()
+    arrays = common.Data(*(getattr(data, k).numpy() for k in ("x", "y", "x_test", "y_test")), 3)
+    pairs = [torch.utils.data.TensorDataset(data.x, data.y)]
+    pairs += [torch.utils.data.TensorDataset(data.x_test, data.y_test)]
+    ends = []
+    for i, own_data in enumerate((data, arrays, common.Data.of(*pairs))):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), common.Classifier(8, 3))
+        ends.append(trained(tmp_path, own_data, net, name=str(i))[0].state_dict())
+    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
