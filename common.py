@@ -138,7 +138,8 @@ def run(
     after_round(worker, clients, server, args): a second synchronisation with the round's clients;
         worker.net holds the new global weights, in eval mode.
     adapt(net, args): changes the network before training begins. data, net: a Data and an
-    nn.Sequential of blocks, instead of those that --dataset and --model name. server["report"], a
+    nn.Sequential of blocks (see blocks()), or for methods that take no block any module, instead of
+    those that --dataset and --model name. server["report"], a
     dict of numbers, is added to the round's row of metrics.jsonl. on_round(row, net): called behind
         each round with its row and the global network; once it returns true, training ends behind
         the next round that is evaluated, that one included.
@@ -155,7 +156,13 @@ def run(
             folder.take()
             if data is None and not args.resume:
                 check_before_data(args, adapt, net)
-            make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
+            own = data is not None or net is not None
+
+            def make_net(data):
+                if own:
+                    extra("networks", "data= and net=").rehearse(method, data, args, net)
+                return prepare_net(data, args, adapt, net)
+
             return train(begin(args, folder, data, make_net), method, on_round)
 
 
@@ -253,6 +260,8 @@ def prepare_net(data, args, adapt=None, net=None):
     net = net_for(data, args) if net is None else copy.deepcopy(net)
     if not all(p.requires_grad for p in net.parameters()):
         raise UserError("net: has frozen parameters, and methods train all of them")
+    if args.init:
+        extra("networks", "--init").load_init(net, args.init, args.quiet)
     if adapt:
         adapt(net, args)
     return net.to(data.y.device, memory_format=torch.channels_last).eval()
@@ -758,7 +767,7 @@ def cast_blocks(net, args, device):
         return cast
 
     if args.precision == "bf16":
-        for block in net:
+        for block in net.children():
             block.forward = wrapped(block.forward)
     return net
 
@@ -1546,6 +1555,15 @@ def build_net(name, classes, channels=3, size=32, projection=0):
         blocks.append(("projection", head))
         features = projection
     return nn.Sequential(OrderedDict([*blocks, ("classifier", Classifier(features, classes))]))
+
+
+def blocks(module, names):
+    """Return a module as an nn.Sequential that shares its parameters and computes the same.
+
+    Its blocks begin where the parts of those names do, and the last is its last linear layer alone:
+    blocks(resnet18(), ["layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]). UserError where
+    it cannot be cut so."""
+    return extra("networks", "common.blocks").blocks(module, names)
 
 
 def net_for(data, args):
@@ -2404,6 +2422,7 @@ def add_federation_flags(add):
     """Add the flags of the network and of the server."""
     servers = ["avg", "avgm", "adam"]
     add("--model", default="resnet56", choices=[*NETS, *EXTRA_NETS], help="network")
+    add("--init", metavar="FILE", help="weights to start from: a state_dict, such as a model.pt")
     add("--vectors", metavar="FILE", help="lstm's word vectors, a text file as GloVe's; or random")
     add("--projection", type=SEED, default=0, help="width of a projection head; 0: none")
     add("--clients", type=COUNT, default=16, help="number of clients")
@@ -2468,11 +2487,13 @@ def add_machine_flags(add):
 
 
 def check_files(args):
-    """Raise UserError where a flag names a file that is not there."""
-    for flag in ("vectors", "split_file"):
+    """Raise UserError where a flag names a file that is not there; note the digest of --init."""
+    for flag in ("vectors", "split_file", "init"):
         path = getattr(args, flag)
         if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
             raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
+    if args.init:
+        args.init_sha256 = extra("networks", "--init").file_digest(args.init)
 
 
 # --------------------------------------------------------------------------------------------------

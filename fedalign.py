@@ -33,6 +33,8 @@ def transmitting_matrix(h_in, h_out):
 
     a: h_in, (batch, c_in, ., .), average-pooled to the H x W positions p of b: h_out, (batch,
     c_out, H, W)."""
+    if h_in.ndim != 4 or h_out.ndim != 4:
+        raise common.UserError("no feature maps into and out of the last block with a convolution")
     a = F.adaptive_avg_pool2d(h_in, h_out.shape[2:]).flatten(2)  # (batch, c_in, HW)
     b = h_out.flatten(2)  # (batch, c_out, HW)
     return a @ b.transpose(1, 2) / b.shape[2]

@@ -48,7 +48,7 @@ def linear_cka(a, b):
 def layers(net):
     """Return the network's blocks, with each residual block of a stage by itself."""
     split = []
-    for block in net.children():
+    for block in net:
         residual = isinstance(next(block.children(), None), common.Residual)
         split += block.children() if residual else [block]
     return split

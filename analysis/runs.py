@@ -185,6 +185,7 @@ def open_run(path, device="auto", data_dir=None):
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
     data = data.to(torch_device)
+    call.args.init = None  # its weights are model.pt's
     net = common.prepare_net(data, call.args, call.method.adapt)
     script, name = config["script"], config.get("run")
     run = FinishedRun(path, script, call.args, data, parts, net, rows, name)

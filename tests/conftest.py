@@ -58,6 +58,15 @@ def from_shell(script, argv):
         return script.main()
 
 
+def refusal(f, *args, **options):
+    """Return the line with which f refuses to run, "" if it runs."""
+    try:
+        f(*args, **options)
+    except common.UserError as e:
+        return str(e)
+    return ""
+
+
 def refused(capsys, script, argv, *words, code=2):
     """Check that a script ends with code and prints one line, on stderr, that has all words."""
     with pytest.raises(SystemExit) as stop:

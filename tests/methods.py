@@ -15,7 +15,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "mixup": 13,
     "stochdepth": 50,
     "gradaug": 50,
-    "fedalign": 44,
+    "fedalign": 46,
     "fedcka": 45,
     "scaffold": 50,
     "fedmlb": 50,

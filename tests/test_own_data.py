@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import TINY, flags, make_folder, refused, same
+from conftest import TINY, flags, make_folder, refusal, refused, same
 from PIL import Image
 
 import common
@@ -331,6 +331,7 @@ def test_clients_are_not_taken_for_classes(tmp_path, capsys):
     words = ["--dataset", "folder", "--data-dir", root, "--out", tmp_path / "run"]
     found = ["amy/ape/0.png lies so", "--partition natural"]
     refused(capsys, fedavg, [*TINY, *words], *found)
+    assert "amy/ape/0.png lies so" in refusal(images.folder, root)
     plain_folder = make_folder(tmp_path / "plain")
     words = ["--dataset", "folder", "--data-dir", plain_folder, "--partition", "natural"]
     found = ["does not say who made", "train/CLIENT/CLASS/*"]

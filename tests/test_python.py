@@ -13,7 +13,6 @@ import fedalign
 import fedavg
 import moon
 import scaffold
-from analysis.runs import open_run
 
 MISTAKES = [
     "--lr 0",
@@ -124,7 +123,8 @@ def test_stopped_and_resumed_is_the_whole_run(tmp_path):
     out = tmp_path / "cut"
     net, rows = fedavg.main([*words, "--out", str(out)], run=run)
     assert [row["round"] for row in rows] == [1, 2, 3]
-    assert same(open_run(out).net.state_dict(), net.state_dict())
+    assert same(common.load(out / "model.pt"), net.state_dict())
+    assert (out / "checkpoint.pt").exists()
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     again, rows = fedavg.main(["--out", str(out), "--resume"])
     whole, expected = fedavg.main([*words, "--out", str(tmp_path / "whole")])

@@ -1,0 +1,403 @@
+"""Own networks: modules cut into blocks, saved weights, and what a method misses in one line."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import TINY, refusal, refused, same
+from methods import METHODS, SCRIPTS
+
+import common
+import fedavg
+import plain
+from analysis.runs import open_run
+from extras import networks
+
+BARE = [word for word in TINY if word not in ("--dataset", "glyphs", "--model", "cnn")]
+BARE += ["--partition", "iid", "--clients", "2", "--rounds", "2"]
+
+
+class BasicBlock(nn.Module):
+    """torchvision's residual block."""
+
+    def __init__(self, inputs, outputs, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = None
+        if stride != 1:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+class LookAlike(nn.Module):
+    """ResNet-18 as torchvision writes it: flattened by a function, not by a module."""
+
+    def __init__(self, num_classes=1000, width=64):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        for i in range(4):
+            inputs, outputs = width * 2 ** max(0, i - 1), width * 2**i
+            stage = BasicBlock(inputs, outputs, 2 if i else 1), BasicBlock(outputs, outputs)
+            setattr(self, f"layer{i + 1}", nn.Sequential(*stage))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(8 * width, num_classes)
+
+    def forward(self, x):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def resnet18(num_classes):
+    """Return torchvision's network, or its look-alike where torchvision does not import."""
+    torch.manual_seed(0)
+    try:
+        from torchvision.models import resnet18
+    except (ImportError, RuntimeError):
+        return LookAlike(num_classes)
+    return resnet18(num_classes=num_classes)
+
+
+RESNET = ["layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
+
+
+class Tutorial(nn.Module):
+    """A network as tutorials write it: functions between modules, one pooling layer for two."""
+
+    def __init__(self, classes=3, size=16):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 5)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+        self.fc1 = nn.Linear(16 * ((size - 4) // 2 - 2) ** 2 // 4, 24)
+        self.fc2 = nn.Linear(24, classes)
+
+    def forward(self, x):
+        x = self.pool(F.relu(self.conv1(x)))
+        x = self.pool(F.relu(self.conv2(x)))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return self.fc2(x)
+
+
+def gradients(net, x, train):
+    """Return the logits of x and the gradients of their squares."""
+    net.zero_grad()
+    out = net.train(train)(x)
+    out.square().sum().backward()
+    return [out, *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("make", [lambda: resnet18(10), lambda: LookAlike(10, 16)])
+def test_blocks_of_resnet18(make):
+    """Bit for bit the module's own forward and gradients, in both modes, with its parameters."""
+    module = make()
+    x = torch.randn(4, 3, 32, 32)
+    net = common.blocks(module, RESNET)
+    assert [name for name, _ in net.named_children()] == ["stem", *RESNET]
+    assert {id(p) for p in net.parameters()} == {id(p) for p in module.parameters()}
+    for train in (True, False):
+        ours, theirs = gradients(net, x, train), gradients(module, x, train)
+        order = [[id(p) for p in n.parameters()] for n in (net, module)]
+        assert torch.equal(ours[0], theirs[0])
+        for i, p in enumerate(order[0]):
+            assert torch.equal(ours[1 + i], theirs[1 + order[1].index(p)])
+    h = x
+    for block in net[:-1]:
+        h = block(h)
+    assert torch.equal(net(x), net[-1](h))
+    assert isinstance(net[-1], common.Classifier)
+    assert [b.shape[1] for b in map(net[:2], [x])] == [module.layer1[1].conv2.out_channels]
+    assert same(common.copy_net(net).state_dict(), net.state_dict())
+
+
+def test_blocks_of_a_tutorial_network():
+    """Functions go with the module before them; deeper names, and a single block, do too."""
+    torch.manual_seed(0)
+    module, x = Tutorial(), torch.randn(5, 3, 16, 16)
+    net = common.blocks(module, ["conv2", "fc1", "fc2"])
+    assert torch.equal(net(x), module(x))
+    assert net[0](x).shape == (5, 8, 6, 6)
+    assert net[1](net[0](x)).shape == (5, 16, 2, 2) or net[1](net[0](x)).ndim == 2
+    assert net[:-1](x).shape == (5, 24)
+    assert torch.equal(common.blocks(module, ["fc2"])(x), module(x))
+    deep = common.blocks(LookAlike(5, 16), ["layer1.1", "layer2", "fc"])
+    assert [name for name, _ in deep.named_children()] == ["stem", "layer1_1", "layer2", "fc"]
+
+
+class Skips(nn.Module):
+    """The first layer's output also goes past the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.d(self.c(self.b(h)) + h)
+
+
+class Moody(nn.Module):
+    """Drops by a function that is told the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(F.dropout(self.a(x), 0.5, self.training))
+
+
+class Branches(Moody):
+    def forward(self, x):
+        return self.b(self.a(x)) if x.sum() > 0 else self.b(x)
+
+
+@pytest.mark.parametrize(
+    "module, names, words",
+    [
+        (Skips(), ["c", "d"], "'c' cannot begin a block: b, a go past it"),
+        (Skips(), ["c", "a"], "behind those that run before"),
+        (Skips(), ["e"], "'e' names no part"),
+        (Skips(), [], "at least one"),
+        (Skips(), ["a"], "'a' is not a linear layer"),
+        (Moody(), ["b"], "asks for its mode; use nn.Dropout"),
+        (Branches(), ["b"], "torch.fx cannot trace Branches"),
+    ],
+)
+def test_what_cannot_be_cut(module, names, words):
+    assert re.search(f"^blocks: .*{words}", refusal(common.blocks, module, names))
+
+
+# --- every method with own networks
+
+
+def data_of(size=16):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (60, 3, size, size), dtype=torch.uint8, generator=generator)
+    y = torch.arange(60) % 3
+    return common.Data(x[:40], y[:40], x[40:], y[40:], 3)
+
+
+def needs(name):
+    return ["--noise-clip", "1"] if name == "rfedavg_dp" else []
+
+
+def attempt(name, tmp_path, net, data=None, run=common.run):
+    """Return None if a script trains net, else the one line that says why not."""
+    run = functools.partial(run, data=data or data_of(), net=net)
+    out = tmp_path / "run"
+    try:
+        SCRIPTS[name].main([*BARE, *needs(name), "--out", str(out)], run=run)
+    except common.UserError as e:
+        assert not out.exists()
+        assert "\n" not in str(e)
+        return str(e)
+    assert (out / "model.pt").exists()
+    return None
+
+
+def plain_module():
+    torch.manual_seed(1)
+    return Tutorial()
+
+
+def cut_module():
+    return common.blocks(plain_module(), ["conv2", "fc1", "fc2"])
+
+
+def flat_last():
+    """A Sequential whose convolution flattens in its own block."""
+    torch.manual_seed(1)
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(conv, nn.Linear(8, 6), nn.ReLU(), common.Classifier(6, 3))
+
+
+def no_linear_last():
+    torch.manual_seed(1)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), head)
+
+
+BLOCKS = "this method needs an nn.Sequential of blocks; common.blocks"
+LAST = "needs a linear layer as the last block|no linear last block"
+RESIDUAL = "no residual blocks to skip"
+MAPS = "no feature maps into and out of the last block"
+BY_BLOCKS = "moon gradaug fedalign fedcka fedmlb fitnet rfedavg rfedavg_dp rfedavg_code".split()
+REFUSALS = {  # of a network: {script: what its line says}; all others train
+    plain_module: {name: BLOCKS for name in BY_BLOCKS if name != "gradaug"},
+    cut_module: {"fedalign": MAPS},
+    flat_last: {"fedalign": MAPS},
+    no_linear_last: {name: LAST for name in BY_BLOCKS if name == "moon" or "rfedavg" in name},
+}
+
+
+@pytest.mark.parametrize("make", REFUSALS, ids=lambda make: make.__name__)
+def test_each_method_trains_or_says_why_not(tmp_path, make):
+    found = {name: attempt(name, tmp_path / name, make()) for name in METHODS}
+    expected = REFUSALS[make] | {"stochdepth": RESIDUAL}
+    refusals = {name: line for name, line in found.items() if line}
+    assert refusals.keys() == expected.keys(), refusals
+    for name, line in refusals.items():
+        assert re.search(expected[name], line), (name, line)
+
+
+def test_a_block_that_may_begin_behind_a_skip():
+    """The sum is of d's block, and nothing else goes in."""
+    module, x = Skips(), torch.randn(3, 4)
+    net = common.blocks(module, ["b", "d"])
+    assert [len(list(block.parameters())) for block in net] == [2, 4, 2]
+    assert torch.equal(net(x), module(x))
+
+
+class Wide(nn.Module):
+    """Gives ten numbers, whatever the classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 10)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+def frozen():
+    net = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+    net[0].weight.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    "net, words",
+    [
+        (Wide(), r"gives \(4, 10\) for 4 samples, not \(4, 3\)"),
+        (nn.Linear(5, 3), r"fails on x of shape \(4, 6\), torch.float32: .*shapes"),
+        (frozen(), "has frozen parameters"),
+    ],
+)
+def test_networks_that_do_not_fit_the_data(tmp_path, net, words):
+    x = torch.randn(60, 6)
+    y = torch.arange(60) % 3
+    data = common.Data(x[:40], y[:40], x[40:], y[40:], 3)
+    assert re.search(words, attempt("fedavg", tmp_path, net, data))
+
+
+def test_the_trial_changes_nothing(tmp_path):
+    """Neither weights, as plain.run(), which has no trial, shows, nor torch's random numbers."""
+    ends = []
+    for run in (plain.run, common.run):
+        run = functools.partial(run, data=data_of(), net=cut_module())
+        net, _ = SCRIPTS["scaffold"].main([*BARE, "--out", str(tmp_path / "run")], run=run)
+        ends.append(net.state_dict())
+    assert same(*ends)
+    method = common.Method(fedavg.local_update, common.average)
+    net = cut_module()
+    net[1].add_module("drop", nn.Dropout(0.5))
+    torch.manual_seed(9)
+    state = torch.random.get_rng_state()
+    networks.rehearse(method, data_of(), common.args_for(fedavg), net)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_mistake_of_a_method_keeps_its_cause(tmp_path):
+    """A bug in one's own local_update is the cause of the one line."""
+
+    def local_update(worker, client, server, args):
+        def step(x, y):
+            return worker.nett(x)
+
+        yield step
+
+    args = common.flags("test", "mine").parse_args([*BARE, "--out", str(tmp_path / "run")])
+    with pytest.raises(common.UserError, match="mine.py cannot train it: .*nett") as error:
+        common.run(args, local_update, data=data_of(), net=cut_module())
+    assert isinstance(error.value.__cause__, AttributeError)
+
+
+# --- --init
+
+
+def test_init_starts_from_the_weights(tmp_path):
+    first, _ = fedavg.main([*TINY, "--rounds", "1", "--out", str(tmp_path / "a")])
+    path = tmp_path / "a" / "model.pt"
+    words = [*TINY, "--init", str(path)]
+    args = common.flags("x", "x").parse_args(words)
+    assert same(common.prepare_net(common.glyphs(), args).state_dict(), first.state_dict())
+    weights = fedavg.main([*words, "--out", str(tmp_path / "b")])[0].state_dict()
+    assert same(weights, fedavg.main(words, run=plain.run)[0].state_dict())
+    other = fedavg.main([*TINY, "--out", str(tmp_path / "c")])[0].state_dict()
+    assert not same(weights, other)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["flags"]["init"] == str(path)
+    assert config["flags"]["init_sha256"] == networks.file_digest(path)
+    path.write_bytes((tmp_path / "c" / "model.pt").read_bytes())
+    with pytest.raises(common.UserError, match="--init-sha256"):  # other weights of that name
+        fedavg.main(["--out", str(tmp_path / "b"), "--resume", "--rounds", "3"])
+    path.unlink()
+    assert same(open_run(tmp_path / "b").net.state_dict(), weights)
+
+
+def test_a_classifier_of_other_classes_stays_as_drawn(tmp_path, capsys):
+    torch.manual_seed(5)
+    net = common.build_net("cnn", 10)
+    torch.save(net.state_dict(), tmp_path / "ten.pt")
+    args = common.flags("x", "x").parse_args([*TINY, "--init", str(tmp_path / "ten.pt")])
+    common.prepare_net(common.glyphs(), args)
+    assert capsys.readouterr() == ("", "")  # --quiet
+    args.quiet = False
+    found = common.prepare_net(common.glyphs(), args).state_dict()
+    assert capsys.readouterr().err.splitlines() == [
+        f"--init {tmp_path / 'ten.pt'}: its classifier is of another shape; ours starts as drawn"
+    ]
+    args.init = None
+    drawn = common.prepare_net(common.glyphs(), args).state_dict()
+    for name, value in found.items():
+        source = drawn if name.startswith("classifier.") else net.state_dict()
+        assert torch.equal(value, source[name]), name
+
+
+def bad_inits(path):
+    weights = common.build_net("cnn", 62).state_dict()
+    name = next(iter(weights))
+    torch.save({**weights, name: torch.zeros(1)}, path / "shape.pt")
+    torch.save({**weights, name: weights[name] * float("nan")}, path / "nan.pt")
+    torch.save({k: v for k, v in weights.items() if k != name}, path / "less.pt")
+    torch.save({**weights, "more": torch.zeros(1)}, path / "more.pt")
+    torch.save([1, 2], path / "list.pt")
+    torch.save(common.build_net("cnn", 62), path / "module.pt")
+    (path / "text.pt").write_text("no weights")
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("shape", ["'conv1.0.weight' is of shape (1,), not (16, 3, 5, 5)"]),
+        ("nan", ["NaN"]),
+        ("less", ["lacks 'conv1.0.weight'"]),
+        ("more", ["has 'more'"]),
+        ("list", ["not a state_dict"]),
+        ("module", ["not a readable state_dict"]),
+        ("text", ["not a readable state_dict"]),
+        ("absent", ["no such file"]),
+    ],
+)
+def test_bad_inits(tmp_path, capsys, name, words):
+    bad_inits(tmp_path)
+    path = tmp_path / f"{name}.pt"
+    refused(capsys, fedavg, [*TINY, "--init", path, "--out", tmp_path / "run"], str(path), *words)
+    assert not (tmp_path / "run").exists()
