@@ -31,11 +31,14 @@ What local_update may use (x: images (batch, channels, height, width), y: labels
     worker.batches(client)      (x, y) over all samples of the client, not augmented
     worker.data                 the data set, a Data
     client.id, len(client)      the client's number and its number of training samples
-    client.state                a dict of tensors that the client keeps between rounds
+    client.state                a dict of tensors that the client keeps between rounds; "personal"
+                                in it is a state_dict, or a part of one: the client's own network
     client.download(tensors)    counts what the client receives beside the model
     client.sum(name, tensors)   sends tensors that are summed over the round's clients
     client.record(name, tensor) sends tensors that are kept apart, by client
     client.upload(tensors)      counts what the client sends in a second synchronisation
+    client.receives(part)       counts part, tensors or a number of bytes, in place of the model
+    client.sends(part)          that the client receives, or sends
     client.weight               alpha_k, its weight in the average
     server                      a dict of what the server keeps: "round" (from 1), "clients" (ids of
                                 the round's clients) and the method's own
@@ -414,8 +417,7 @@ def measure_round(fed, received, seconds):
         hits = torch.zeros(len(fed.data.y_test), dtype=torch.bool)
         accuracy, loss = evaluate(fed.net, fed.data, args, fed.pool.map, hits)
         if fed.tests:
-            partitions = extra("partitions", "--client-test")
-            by_client = partitions.client_summary(hits.numpy(), fed.tests)
+            by_client = extra("partitions", "--client-test").client_readings(fed, hits)
     row = {"test_acc": accuracy, "test_loss": loss}
     if accuracy is not None and fed.data.x_val is not None:
         held = dataclasses.replace(fed.data, x_test=fed.data.x_val, y_test=fed.data.y_val)
@@ -433,8 +435,10 @@ def measure_round(fed, received, seconds):
         "samples": samples,
         "seconds": {**seconds, "evaluate": folder.clock - start},
         "samples_per_s": samples / seconds["train"],
-        "bytes_down": sum(model_bytes + client.bytes_down for client in received.clients),
-        "bytes_up": sum(model_bytes + client.bytes_up for client in received.clients),
+        "bytes_down": sum(
+            c.bytes_down + c.model.get("down", model_bytes) for c in received.clients
+        ),
+        "bytes_up": sum(c.bytes_up + c.model.get("up", model_bytes) for c in received.clients),
         "peak_memory": peak_memory(fed.pool.device),
         **summary(accuracies([*folder.rows, row])),
         "best_acc": (best_row([*folder.rows, row]) or row)["test_acc"],
@@ -646,6 +650,7 @@ class Client:
     weight: float = 0.0  # alpha_k in the average
     bytes_down: int = 0  # received and sent beside the model
     bytes_up: int = 0
+    model: dict = dataclasses.field(default_factory=dict)  # bytes in place of the model's
     sums: dict = dataclasses.field(default_factory=dict)
     records: dict = dataclasses.field(default_factory=dict)
 
@@ -661,6 +666,14 @@ class Client:
         """Count tree as sent in a second synchronisation, and return it."""
         self.bytes_up += nbytes(tree)
         return tree
+
+    def receives(self, part):
+        """Count part (tensors, or a number of bytes) as all that it receives of the model."""
+        self.model["down"] = part if isinstance(part, int) else nbytes(part)
+
+    def sends(self, part):
+        """Count part (tensors, or a number of bytes) as all that it sends of the model."""
+        self.model["up"] = part if isinstance(part, int) else nbytes(part)
 
     def sum(self, name, tree, sent=True):
         """Send tree to received.sums[name], which adds it up over the round's clients.
@@ -1059,9 +1072,11 @@ class Worker:
 
         Three runs of warm-up let libraries choose their algorithms and allocate, as PyTorch's notes
         on CUDA graphs advise. They move weights, statistics, momentum and gradients, so these are
-        put back; a step writes to nothing else that is read."""
+        put back, and copies of the network in training mode; a step writes to nothing else that is
+        read."""
         state = [*self.net.state_dict().values(), *optimizer_state(self.opt), self.t, self.loss]
         state += [p.grad for p in self.net.parameters() if p.grad is not None]
+        state += [v for n in self.nets.values() if n.training for v in n.state_dict().values()]
         before = [v.clone() for v in state]
         for _ in range(3):
             f(*inputs)

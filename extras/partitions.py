@@ -7,6 +7,7 @@ import json
 import pathlib
 
 import numpy as np
+import torch
 
 import common
 from common import UserError, indices_by_owner, keyed
@@ -301,18 +302,56 @@ def label_counts(data, parts):
     return np.bincount(pairs, minlength=len(parts) * data.classes).reshape(len(parts), -1)
 
 
-def client_summary(hits, tests):
+def client_readings(fed, hits):
+    """Return the readings of --client-test: of the global network, and of the clients' own.
+
+    fed: a common.Federation; hits: (test samples,) which the global network has right."""
+    found = client_summary(hits.numpy(), fed.tests)
+    if any("personal" in state for state in fed.states.values()):
+        found |= client_summary(personal_hits(fed, hits).numpy(), fed.tests, "personal_acc")
+    return found
+
+
+def personal_hits(fed, hits):
+    """Return which test samples are right, each by the network of the client whose it is.
+
+    That is the global network with the weights in client.state["personal"], or without where a
+    client has none. Samples that are no client's are as in hits."""
+    net, weights, found = common.copy_net(fed.net), fed.net.state_dict(), hits.clone()
+    for client, test in enumerate(fed.tests):
+        personal = fed.states.get(client, {}).get("personal")
+        if personal is None or not len(test):
+            continue
+        if unknown := personal.keys() - weights.keys():
+            raise KeyError(f"client.state['personal']: the network has no {min(unknown)!r}")
+        common.load_weights(net, weights | personal)
+        index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
+        x, y = (t[index.to(t.device)] for t in (fed.data.x_test, fed.data.y_test))
+        data = dataclasses.replace(fed.data, x_test=x, y_test=y)
+        common.evaluate(net, data, fed.args, fed.pool.map, right)
+        found[index] = right
+    return found
+
+
+def client_summary(hits, tests, name="client_acc"):
     """Return readings of the clients' accuracies (%), over those that have test samples.
 
-    hits: (test samples,) right or wrong; tests: the test indices of each client. Worst, best, 10th
-    percentile and population variance."""
-    tests = [test for test in tests if len(test)]
+    hits: (test samples,) right or wrong; tests: the test indices of each client. The list by
+    client, with None for those that have none; mean, worst, best, 10th percentile, and population
+    deviation and variance."""
     sizes = np.array([len(test) for test in tests])
-    right = np.add.reduceat(hits[np.concatenate(tests)], sizes.cumsum() - sizes, dtype=np.int64)
-    values = 100 * (right / sizes)
+    some = sizes > 0
+    starts = (sizes.cumsum() - sizes)[some]
+    right = np.add.reduceat(hits[np.concatenate(tests)], starts, dtype=np.int64)
+    values = 100 * (right / sizes[some])
+    each = np.full(len(tests), None)
+    each[some] = values
     return {
-        "client_acc_worst": float(values.min()),
-        "client_acc_best": float(values.max()),
-        "client_acc_p10": float(np.percentile(values, 10)),
-        "client_acc_var": float(np.var(values)),
+        name: each.tolist(),
+        f"{name}_mean": float(np.mean(values)),
+        f"{name}_std": float(np.std(values)),
+        f"{name}_worst": float(values.min()),
+        f"{name}_best": float(values.max()),
+        f"{name}_p10": float(np.percentile(values, 10)),
+        f"{name}_var": float(np.var(values)),
     }

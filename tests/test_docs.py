@@ -142,6 +142,7 @@ def test_command_parses(block, words, tmp_path, monkeypatch):
 
 def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
     """check_parses() is not content with anything."""
+    errors = SystemExit, AssertionError, common.UserError
     monkeypatch.chdir(tmp_path)
     wrong = [
         "fedprox.py --nu 1",
@@ -152,7 +153,7 @@ def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
         "-m reproduce.compare --nu 1",
     ]
     for line in wrong:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises((SystemExit, AssertionError)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(errors):
             check_parses(line.split(), tmp_path, patch)
 
 

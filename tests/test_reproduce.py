@@ -285,7 +285,7 @@ def test_mistakes_get_one_line(capsys, tmp_path, argv, message):
 
 def test_a_mistake_in_a_script_s_flag_is_the_script_s(capsys, tmp_path):
     argv = ["fedavg.py", "--sweep", "lr=0.1,no", "--runs", tmp_path, "--dry-run"]
-    assert is_refused(run_reproduce(capsys, *argv), "fedavg.py: error: ", "--lr: must be a number")
+    assert is_refused(run_reproduce(capsys, *argv), "fedavg.py: argument --lr: must be a number")
 
 
 @pytest.mark.parametrize("module", [command_module, compare])
