@@ -60,14 +60,15 @@ def last_block(net):
     return max((i for i, convolution in enumerate(with_convolution) if convolution), default=0)
 
 
-def lipschitz_loss(block, h, f, args):
+def lipschitz_loss(block, h, f, width=0.25, lip_input="slim"):
     """Return L_Lip of block, whose input and output are h and f (Eqs. 5 to 7).
 
-    h: (batch, c_in, ., .), f: (batch, c_out, H, W); no gradient should reach either."""
-    h_s = h[:, : common.make_divisible(h.shape[1], args.width)]
-    f_s = common.at_width(block, h_s, args.width)
+    h: (batch, c_in, ., .), f: (batch, c_out, H, W); no gradient should reach either. width:
+    omega_S; lip_input: "slim" or "full", the channels of h in X_S."""
+    h_s = h[:, : common.make_divisible(h.shape[1], width)]
+    f_s = common.at_width(block, h_s, width)
     k_f = spectral_norm(transmitting_matrix(h, f))  # Eq. 6
-    k_s = spectral_norm(transmitting_matrix(h if args.lip_input == "full" else h_s, f_s))  # Eq. 7
+    k_s = spectral_norm(transmitting_matrix(h if lip_input == "full" else h_s, f_s))  # Eq. 7
     return F.mse_loss(k_s, k_f)
 
 
@@ -82,7 +83,7 @@ def local_update(worker, client, server, args):
         out = above(f)
         loss = F.cross_entropy(out, y)
         if args.mu:
-            lip = lipschitz_loss(block, h.detach(), f.detach(), args)
+            lip = lipschitz_loss(block, h.detach(), f.detach(), args.width, args.lip_input)
             scale = (loss / lip.clamp(min=1e-12)).detach() if args.lip_scale == "ce" else 1
             loss = loss + args.mu * scale * lip  # Eq. 5
         opt.zero_grad()

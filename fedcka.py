@@ -45,6 +45,14 @@ def linear_cka(a, b):
     return cka(a @ a.T, b @ b.T)
 
 
+def layer_contrast(a, g, p, s=linear_cka):
+    """Return a layer's term of Eq. 2, of its activations a, g and p, (batch, ...) each.
+
+    s(x, y): a similarity of (batch, features) each."""
+    towards, away = (s(a.flatten(1), h.flatten(1)) for h in (g, p))
+    return F.softplus(away - towards)  # as in moon.py
+
+
 def layers(net):
     """Return the network's blocks, with each residual block of a stage by itself."""
     split = []
@@ -77,8 +85,7 @@ def local_update(worker, client, server, args):
         compared = args.layers if args.mu and len(x) > 2 else 0
         for n in range(compared):
             out, g, p = net_layers[n](out), glob_layers[n](g), prev_layers[n](p)
-            towards, away = (s(out.flatten(1), h.flatten(1)) for h in (g, p))
-            l_cka = l_cka + F.softplus(away - towards) / args.layers  # Eq. 2, as in moon.py
+            l_cka = l_cka + layer_contrast(out, g, p, s) / args.layers  # Eq. 2
         for layer in net_layers[compared:]:
             out = layer(out)
         loss = F.cross_entropy(out, y)

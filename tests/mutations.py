@@ -123,7 +123,7 @@ def copy_tree(tree):
     """Copy to tree what the tests of the methods need."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"]:
         shutil.copy(path, tree)
-    for folder in ("docs", "extras", "tests"):
+    for folder in ("analysis", "docs", "extras", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
 
