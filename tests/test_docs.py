@@ -17,6 +17,7 @@ import unittest.mock
 
 import pytest
 import torch
+from methods import METHODS
 
 import common
 
@@ -50,7 +51,6 @@ def blocks_of(page):
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.mark != "not run"]
-METHODS = {path.stem for path in ROOT.glob("*.py") if "\ndef local_update(" in path.read_text()}
 
 
 def commands(block):
@@ -60,9 +60,29 @@ def commands(block):
     return [w[1:] for w in words if w[:1] == ["python"] and w[1:3] != ["-m", "pytest"]]
 
 
+def applied(diff, source):
+    """Return source with a unified diff applied; AssertionError where it does not fit."""
+    lines, result, at = source.splitlines(), [], 0
+    for line in diff.splitlines()[2:]:
+        if hunk := re.match(r"@@ -(\d+)", line):
+            result += lines[at : int(hunk[1]) - 1]
+            at = int(hunk[1]) - 1
+        elif line.startswith("+"):
+            result.append(line[1:])
+        else:
+            assert lines[at] == line[1:], (at, line)
+            result += [] if line.startswith("-") else [lines[at]]
+            at += 1
+    return "\n".join(result + lines[at:]) + "\n"
+
+
 def write_scripts(page, folder):
-    """Write the page's scripts, blocks that begin with `# NAME.py`, into folder."""
+    """Write the page's scripts into folder: blocks that begin with `# NAME.py`, and diffs."""
     for block in blocks_of(page):
+        if block.text.startswith("--- fedavg.py"):
+            name = re.search(r"^\+\+\+ (\w+\.py)$", block.text, re.M)[1]
+            source = (ROOT / "fedavg.py").read_text()
+            (folder / name).write_text(applied(block.text, source))
         named = re.match(r"# (\w+\.py)\n", block.text)
         if named:
             (folder / named[1]).write_text(block.text)
@@ -178,7 +198,7 @@ def runnable(block):
     if block.language != "sh" or block.mark:
         return []
     names = {"plain.py", *(f"{name}.py" for name in METHODS)}
-    names |= set(re.findall(r"^# (\w+\.py)$", block.page.read_text(), re.M))
+    names |= set(re.findall(r"^(?:#|\+\+\+) (\w+\.py)$", block.page.read_text(), re.M))
     partition = ["-m", "analysis.partition"]
     return [words for words in commands(block) if words[0] in names or words[:2] == partition]
 
