@@ -142,10 +142,10 @@ def run(
         worker.net holds the new global weights, in eval mode.
     adapt(net, args): changes the network before training begins. data, net: a Data and an
     nn.Sequential of blocks (see blocks()), or for methods that take no block any module, instead of
-    those that --dataset and --model name. server["report"], a
-    dict of numbers, is added to the round's row of metrics.jsonl. on_round(row, net): called behind
-        each round with its row and the global network; once it returns true, training ends behind
-        the next round that is evaluated, that one included.
+    those that --dataset and --model name. server["report"], a dict of numbers, is added to the
+    round's row of metrics.jsonl.
+    on_round(row, net): called behind each round with its row and the global network; once it
+        returns true, training ends behind the next round that is evaluated, that one included.
 
     Returns the global network and the rows of metrics.jsonl. A user's mistake is a UserError; in a
     command, one line on stderr and exit code 2."""
@@ -159,13 +159,9 @@ def run(
             folder.take()
             if data is None and not args.resume:
                 check_before_data(args, adapt, net)
-            own = data is not None or net is not None
-
-            def make_net(data):
-                if own:
-                    extra("networks", "data= and net=").rehearse(method, data, args, net)
-                return prepare_net(data, args, adapt, net)
-
+            make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
+            if data is not None or net is not None:
+                make_net = extra("networks", "data= and net=").tried(make_net, method)
             return train(begin(args, folder, data, make_net), method, on_round)
 
 
@@ -423,7 +419,7 @@ def measure_round(fed, received, seconds):
         held = dataclasses.replace(fed.data, x_test=fed.data.x_val, y_test=fed.data.y_val)
         row["val_acc"], row["val_loss"] = evaluate(fed.net, held, args, fed.pool.map)
     folder.clock = time.perf_counter()
-    uploads, model_bytes = received.uploads, nbytes(fed.net.state_dict())
+    uploads, size = received.uploads, nbytes(fed.net.state_dict())
     samples = sum(upload.samples for upload in uploads)
     train_loss = sum(float(upload.loss) * upload.samples for upload in uploads) / max(1, samples)
     return {
@@ -435,10 +431,8 @@ def measure_round(fed, received, seconds):
         "samples": samples,
         "seconds": {**seconds, "evaluate": folder.clock - start},
         "samples_per_s": samples / seconds["train"],
-        "bytes_down": sum(
-            c.bytes_down + c.model.get("down", model_bytes) for c in received.clients
-        ),
-        "bytes_up": sum(c.bytes_up + c.model.get("up", model_bytes) for c in received.clients),
+        "bytes_down": sum(c.bytes_down + c.model.get("down", size) for c in received.clients),
+        "bytes_up": sum(c.bytes_up + c.model.get("up", size) for c in received.clients),
         "peak_memory": peak_memory(fed.pool.device),
         **summary(accuracies([*folder.rows, row])),
         "best_acc": (best_row([*folder.rows, row]) or row)["test_acc"],
@@ -1575,9 +1569,7 @@ def build_net(name, classes, channels=3, size=32, projection=0):
 def blocks(module, names):
     """Return a module as an nn.Sequential that shares its parameters and computes the same.
 
-    Its blocks begin where the parts of those names do, and the last is its last linear layer alone:
-    blocks(resnet18(), ["layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]). UserError where
-    it cannot be cut so."""
+    Its blocks begin where the parts of those names do; the last is its last linear layer alone."""
     return extra("networks", "common.blocks").blocks(module, names)
 
 
@@ -1771,9 +1763,7 @@ class Data:
         """Raise UserError where samples and labels do not go together."""
         for x in (self.x, self.x_test):
             if (x.shape[1:], x.dtype) != (self.x.shape[1:], self.x.dtype):
-                raise UserError(
-                    "data: test samples must be of the training samples' shape and type"
-                )
+                raise UserError("data: x_test must be of the shape and type of x, but for length")
             if x.ndim < 1 + (x.dtype == torch.uint8):
                 raise UserError("data: uint8 samples have channels, (samples, channels, ...)")
         train = len(self.paths) if self.paths else len(self.x)

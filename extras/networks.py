@@ -141,6 +141,16 @@ def file_digest(path):
 # --- a trial before training
 
 
+def tried(make_net, method):
+    """Return make_net, a partial prepare_net of run(), which first tries the method: rehearse()."""
+
+    def make(data):
+        rehearse(method, data, make_net.keywords["args"], make_net.keywords["net"])
+        return make_net(data)
+
+    return make
+
+
 def rehearse(method, data, args, net):
     """Raise UserError where a method cannot train net (None: the one that args name) on data.
 

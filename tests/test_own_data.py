@@ -97,7 +97,7 @@ X = torch.zeros(6, 4)
         ((X, Y.view(6, 1), X, Y), "labels must be integers from 0 to 2"),
         ((X, Y + 1, X, Y), "labels must be integers from 0 to 2"),
         ((X, Y, X, Y - 1), "labels must be integers from 0 to 2"),
-        ((X, Y, X[:, :3], Y), "shape and type"),
+        ((X, Y, X[:, :3], Y), "shape and type of x"),
         ((X, Y, X.byte(), Y), "shape and type"),
         ((torch.zeros(6).byte(), Y, torch.zeros(6).byte(), Y), "channels"),
     ],
