@@ -1867,12 +1867,14 @@ def load_data(args):
     part, if the data set names its writers. UserError when the data set cannot be had."""
     data = _read_data(args)
     if args.normalise != "dataset":
-        data = _with_statistics(data, args.normalise)
+        images = extra("images", f"--normalise {args.normalise}")
+        data = images.with_statistics(data, args.normalise)
     data = hold_out(data, args)
     if args.partition in NATURAL and data.writers_test is not None:
         partitions = extra("partitions", f"--partition {args.partition}")
         data = partitions.with_test_writers(data, args)
-    data = _resize(data, args.image_size)
+    if args.image_size:
+        data = extra("images", "--image-size").resized(data, args.image_size)
     if data.words is None and data.x.shape[-1] != data.x.shape[-2]:
         raise UserError(
             f"the images are {data.x.shape[-1]}x{data.x.shape[-2]} pixels; "
@@ -1913,16 +1915,6 @@ def check_normalise(normalise, channels):
         raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
 
 
-def _with_statistics(data, normalise):
-    """Return data with the mean and std that --normalise, half or cifar10, asks for."""
-    channels = data.x.shape[1]
-    if normalise == "half":
-        return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
-    check_normalise(normalise, channels)
-    mean, std = STATISTICS["cifar10"]
-    return dataclasses.replace(data, mean=mean, std=std)
-
-
 def _torchvision(name, root):
     """Return CIFAR or (E)MNIST as torchvision reads it, downloaded into root where missing."""
     from torchvision import datasets
@@ -1951,22 +1943,6 @@ def _torchvision(name, root):
     labels = [torch.as_tensor(part.targets) for part in (train, test)]
     data = Data(images[0], labels[0], images[1], labels[1], len(train.classes), *STATISTICS[name])
     return dataclasses.replace(data, names=list(train.classes))
-
-
-def _resize(data, size):
-    """Return data with images of size x size pixels; size None: as they are."""
-    if not size or data.x.shape[-2:] == (size, size):
-        return data
-
-    def resize(images):
-        parts = []
-        for x in images.split(2000):  # as floats they need more memory
-            x = F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True)
-            parts.append(x.round().clamp(0, 255).byte())
-        return torch.cat(parts)
-
-    names = [name for name in ("x", "x_test", "x_val") if getattr(data, name) is not None]
-    return dataclasses.replace(data, **{name: resize(getattr(data, name)) for name in names})
 
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -1,6 +1,7 @@
-"""Images in files: decoding, the cache of what was decoded, and folders of images."""
+"""Images: files and folders of them, the cache of what was decoded, their size and scale."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -10,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
+import common
 from common import NATURAL, Data, UserError, file_status, load as load_file, save
 
 CACHE = ".cache-" + "[0-9a-f]" * 16  # the names of caches
@@ -155,6 +158,32 @@ def _scaling(size):
     if not size:
         return None
     return lambda image: image.resize((size, size), Image.Resampling.BILINEAR)
+
+
+def with_statistics(data, normalise):
+    """Return data with the mean and std that --normalise, half or cifar10, asks for."""
+    channels = data.x.shape[1]
+    if normalise == "half":
+        return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
+    common.check_normalise(normalise, channels)
+    mean, std = common.STATISTICS["cifar10"]
+    return dataclasses.replace(data, mean=mean, std=std)
+
+
+def resized(data, size):
+    """Return data with images of size x size pixels."""
+    if data.x.shape[-2:] == (size, size):
+        return data
+
+    def resize(images):
+        parts = []
+        for x in images.split(2000):  # as floats they need more memory
+            x = F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True)
+            parts.append(x.round().clamp(0, 255).byte())
+        return torch.cat(parts)
+
+    names = [name for name in ("x", "x_test", "x_val") if getattr(data, name) is not None]
+    return dataclasses.replace(data, **{name: resize(getattr(data, name)) for name in names})
 
 
 def read_cached(root, paths, key, read, check):
