@@ -183,7 +183,6 @@ class Federation:
     pool: "Pool"
     folder: "RunFolder"
     server: dict  # what the server keeps: round, clients and the method's own
-    states: dict  # {client id: what that client keeps}
 
 
 def begin(args, folder, data, make_net):
@@ -206,7 +205,7 @@ def begin(args, folder, data, make_net):
     steps = most_steps(parts, net, args)
     workers, threads = folder.workers or Pool.plan(args)
     pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
-    fed = Federation(args, data, parts, tests, net, pool, folder, {"round": 0}, {})
+    fed = Federation(args, data, parts, tests, net, pool, folder, {"round": 0})
     if args.resume:
         folder.restore(fed)
     else:
@@ -321,11 +320,10 @@ def train_round(fed, method, bar):
     Returns a Received and the seconds of both, and of what happened since the last evaluation."""
     args, server, start = fed.args, fed.server, time.perf_counter()
     server["clients"] = sample(args, server["round"])
-    clients = [Client(k, fed.parts[k], fed.states.get(k, {})) for k in server["clients"]]
+    clients = [Client(k, fed.parts[k]) for k in server["clients"]]
     set_weights(clients, args, server["round"])
     received = Received()
-    w = fed.net.state_dict()
-    for upload in fed.pool.train(clients, server, w, method.local_update):
+    for upload in fed.pool.train(clients, functools.partial(train_client, fed, method)):
         keep_client(fed, upload)
         received.add(upload)
         bar.update()
@@ -338,6 +336,19 @@ def train_round(fed, method, bar):
         "aggregate": time.perf_counter() - trained,
         "other": start - fed.folder.clock,
     }
+
+
+def train_client(fed, method, worker, client):
+    """Train a client as Worker.train() does, between reading and writing what it keeps.
+
+    A generator like that. The state is let go of then: it would be sampled x state in memory."""
+    states, t = fed.folder.states, fed.server["round"]
+    client.state = states.read(client.id)
+    weights = fed.net.state_dict()
+    upload = yield from worker.train(client, fed.server, weights, method.local_update)
+    upload.version = states.write(client.id, client.state, t)
+    client.state = None
+    return upload
 
 
 def sample(args, t):
@@ -368,11 +379,9 @@ def set_weights(clients, args, t):
 
 
 def keep_client(fed, upload):
-    """Keep what a client keeps between rounds and, with --save-clients, its last weights."""
+    """Note which version of its state a client left and, with --save-clients, its last weights."""
     client, folder = upload.client, fed.folder
-    if client.state:
-        fed.states[client.id] = client.state
-        folder.changed.add(client.id)
+    folder.states.note(client.id, upload.version)
     if fed.args.save_clients and fed.server["round"] == fed.args.rounds:
         (folder.out / "clients").mkdir(exist_ok=True)
         stamp = folder.stamp(fed.server["round"], client=client.id)
@@ -640,7 +649,8 @@ class Client:
 
     id: int
     index: np.ndarray  # of its training samples
-    state: dict  # tensors, or lists and dicts of them, that it keeps between rounds
+    # tensors, or lists and dicts of them, that it keeps between rounds; None after local_update
+    state: dict | None = dataclasses.field(default_factory=dict)
     weight: float = 0.0  # alpha_k in the average
     bytes_down: int = 0  # received and sent beside the model
     bytes_up: int = 0
@@ -691,6 +701,7 @@ class Upload:
     loss: torch.Tensor | None = None  # mean over the samples it saw
     finite: torch.Tensor | bool = True  # whether all weights and the loss are
     samples: int = 0  # seen in training, repeats counted
+    version: tuple | None = None  # of the state that it left, see States
 
 
 def tensors_in(tree):
@@ -1151,18 +1162,11 @@ class Pool:
         """Return f over items, in order, on the worker threads where there are several."""
         return (self.threads.map if self.threads else map)(f, items)
 
-    def train(self, clients, server, weights, local_update):
-        """Yield the Uploads of the clients, in order, each when it and those before it are done."""
-        rounds = [
-            functools.partial(
-                Worker.train,
-                client=client,
-                server=server,
-                weights=weights,
-                local_update=local_update,
-            )
-            for client in clients
-        ]
+    def train(self, clients, start):
+        """Yield the Uploads of the clients, in order, each when it and those before it are done.
+
+        start(worker, client): a generator as Worker.train() is."""
+        rounds = [functools.partial(start, client=client) for client in clients]
         return self._threaded(rounds) if self.threads else self._interleaved(rounds)
 
     def _threaded(self, rounds):
@@ -2482,23 +2486,36 @@ def check_files(args):
 # --------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path, content):
-    """Write bytes so that a kill or a full disk leaves the old file or the new one, whole."""
+def write_atomically(path, content, sync=True):
+    """Write bytes so that a kill or a full disk leaves the old file or the new one, whole.
+
+    sync: whether to wait until the file would outlive a power failure too."""
     path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
             f.write(content)
             f.flush()
-            os.fsync(f.fileno())
+            if sync:
+                os.fsync(f.fileno())
         os.replace(temporary, path)
-        if os.name == "posix":  # the new name has to outlive a power failure too
-            parent = os.open(path.parent, os.O_RDONLY)
-            os.fsync(parent)
-            os.close(parent)
+        if sync:
+            sync_path(path.parent)  # the new name
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_path(path):
+    """Wait until a file or a folder, which may be gone, would outlive a power failure."""
+    if os.name != "posix":
+        return
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def layout(tree):
@@ -2507,17 +2524,23 @@ def layout(tree):
     return zlib.crc32(repr(shapes).encode())
 
 
-def save(tree, path, stamp=None):
-    """Write a dict of tensors, plain values and nests of both as torch.save does, atomically.
-
-    Strides are kept, since sums depend on them. stamp: a dict of what the tree is of, such as its
-    round, which the loaded one has as its attribute stamp."""
+def packed(tree, stamp=None):
+    """Return what save() writes, a BytesIO."""
     tree = tree_map(lambda t: t.detach().cpu(), tree)
     if stamp:
         tree = OrderedDict(tree)
         tree.stamp = {**stamp, "layout": layout(tree)}
     buffer = io.BytesIO()  # written by ourselves, since torch hides that a disk is full
     torch.save(tree, buffer)
+    return buffer
+
+
+def save(tree, path, stamp=None):
+    """Write a dict of tensors, plain values and nests of both as torch.save does, atomically.
+
+    Strides are kept, since sums depend on them. stamp: a dict of what the tree is of, such as its
+    round, which the loaded one has as its attribute stamp."""
+    buffer = packed(tree, stamp)
     # released at once: where an error's traceback keeps it, some Pythons crash at the exit
     with buffer.getbuffer() as content:
         write_atomically(path, content)
@@ -2684,9 +2707,117 @@ if hasattr(os, "register_at_fork"):  # not where there are no forks
 # names, by subfolder, of what a kill may leave; others are not ours to delete
 OWN_LEFTOVERS = {
     "": r"best-\d+\.pt|(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp",
-    "states": r"\d+-\d+\.pt(\.\d+\.tmp)?",
     "clients": r"\d+\.pt\.\d+\.tmp",
 }
+
+
+class States:
+    """What clients keep between rounds: a file for each client and round that it trained in.
+
+    A worker reads a client's file when it begins to train it, and writes the next one when it
+    ends; a bounded cache has the recent ones. versions, which a checkpoint keeps, says which files
+    count: {client: (round, CRC-32 of the file)}. So a run may be killed at any moment: files of
+    rounds behind the checkpoint are written anew, and what they replace goes only once a later
+    checkpoint is there."""
+
+    CACHE = 2**30  # bytes of recent states in memory
+
+    def __init__(self, folder):
+        self.folder, self.versions = folder, {}
+        self.committed = 0  # round of the checkpoint
+        self.written, self.replaced = [], []  # files: not synced yet; named by the checkpoint alone
+        self.cache, self.cached = OrderedDict(), 0  # {client: (version, state)}, its bytes
+        self.lock = threading.Lock()
+
+    def path(self, k, version):
+        return self.folder / f"{k}-{version[0]}.pt"
+
+    def read(self, k):
+        """Return the state of client k, {} before it has one. UserError for a wrong file."""
+        version = self.versions.get(k)
+        if version is None:
+            return {}
+        with self.lock:
+            cached, state = self.cache.pop(k, (None, {}))
+            self.cached -= nbytes(state)
+        return state if cached == version else self._load(self.path(k, version), version[1])
+
+    def _load(self, path, checksum):
+        """Return the state in the file of this CRC-32; -1 of older runs, which knew none."""
+        state = load(path, "client state")
+        if checksum not in (-1, zlib.crc32(path.read_bytes())):
+            raise UserError(
+                f"{path}: not the client state that checkpoint.pt names; damaged, or of another run"
+            )
+        return state
+
+    def write(self, k, state, t):
+        """Write the state that client k leaves in round t. Return its version, None without one."""
+        if not state and k not in self.versions:
+            return None
+        with packed(state).getbuffer() as content:
+            version = t, zlib.crc32(content)
+            write_atomically(self.path(k, version), content, sync=False)
+        with self.lock:
+            self.written.append(self.path(k, version))
+            self.cache[k] = version, state
+            self.cached += nbytes(state)
+            while self.cached > self.CACHE:
+                _, (_, oldest) = self.cache.popitem(last=False)
+                self.cached -= nbytes(oldest)
+        return version
+
+    def note(self, k, version):
+        """Take note of the version of its state that client k left, if it left one."""
+        before = self.versions.get(k)
+        if version is None:
+            return
+        self.versions[k] = version
+        if before and before[0] > self.committed:
+            self.path(k, before).unlink(missing_ok=True)
+        elif before:
+            self.replaced.append(self.path(k, before))
+
+    def sync(self):
+        """Wait until all that was written would outlive a power failure."""
+        if self.written:
+            with ThreadPoolExecutor(16) as threads:  # which the disk serves together
+                list(threads.map(sync_path, self.written))
+            sync_path(self.folder)
+        self.written.clear()
+
+    def commit(self, t):
+        """Remove what the checkpoint of round t, which is written, has no more use for."""
+        for path in self.replaced:
+            path.unlink(missing_ok=True)
+        self.replaced.clear()
+        self.committed = t
+
+    def table(self):
+        """Return versions as a tensor (clients, 3) of id, round and CRC-32."""
+        rows = [(k, *version) for k, version in self.versions.items()]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+
+    def read_table(self, table):
+        """Set versions to those of table(), which older runs kept as {id: round}."""
+        if isinstance(table, dict):
+            self.versions = {k: (t, -1) for k, t in table.items()}
+        else:
+            self.versions = {k: (t, checksum) for k, t, checksum in table.tolist()}
+
+    def restore(self, t):
+        """Go back to the files that count in the checkpoint of round t, and remove all others.
+
+        They have to be there; each is read when its client trains."""
+        self.committed = t
+        self.folder.mkdir(exist_ok=True)
+        named = {self.path(k, version).name for k, version in self.versions.items()}
+        found = {entry.name for entry in os.scandir(self.folder)}
+        for name in sorted(named - found)[:1]:
+            raise UserError(f"{self.folder / name}: no such client state")
+        for name in found - named:
+            if re.fullmatch(r"\d+-\d+\.pt(\.\d+\.tmp)?", name):  # others are not ours to delete
+                (self.folder / name).unlink()
 
 
 class RunFolder:
@@ -2698,8 +2829,7 @@ class RunFolder:
         self.config, self.workers = None, None  # workers: (count, threads of each) of a resumed run
         self.digests = None  # of the data
         self.rows, self.size = [], 0  # of metrics.jsonl, and its bytes
-        self.changed = set()  # clients whose state is not saved
-        self.versions = {}  # {client: round of its saved state}
+        self.states = States(self.out / "states")
         self.clock = None  # when the last round was evaluated, or the first one began
         self.taken, self.lock = False, None
 
@@ -2791,6 +2921,7 @@ class RunFolder:
             "data": self.digests,
         }
         self.write_config()
+        self.states.folder.mkdir()
 
     def write_config(self):
         self.config = sealed(self.config)
@@ -2839,22 +2970,17 @@ class RunFolder:
     def checkpoint(self, fed):
         """Commit the state of fed after the last appended row.
 
-        Client states lie in files of their own, a new one whenever they change; the checkpoint
-        names those that count, and the others are deleted once it is written."""
-        folder, t = self.out / "states", fed.server["round"]
-        folder.mkdir(exist_ok=True)
-        for k in self.changed:
-            save(fed.states[k], folder / f"{k}-{t}.pt", self.stamp(t, client=k))
-            self.versions[k] = t
-        self.changed.clear()
+        The checkpoint names the files of client states that count, which are there by then."""
+        self.states.sync()
         state = {
             "script": self.script,
             "flags": self.decisive(),
             "net": fed.net.state_dict(),
             "server": fed.server,
-            "clients": self.versions,
+            "clients": self.states.table(),
         }
         save(state, self.out / "checkpoint.pt", self.stamp_with_rows())
+        self.states.commit(fed.server["round"])
         self.tidy()
         if not (self.out / "config.json").exists():  # somebody has deleted it
             self.write_config()
@@ -2867,10 +2993,9 @@ class RunFolder:
         best = self.out / f"best-{(best_row(self.rows) or {}).get('round')}.pt"
         if best.exists():
             os.replace(best, self.out / "best.pt")
-        current = {f"{k}-{version}.pt" for k, version in self.versions.items()}
         for name, pattern in OWN_LEFTOVERS.items():
             for path in (self.out / name).glob("*"):
-                if re.fullmatch(pattern, path.name) and path.name not in current:
+                if re.fullmatch(pattern, path.name):
                     path.unlink()
 
     def restore(self, fed):
@@ -2888,6 +3013,7 @@ class RunFolder:
         self._load_rows(metrics, lines, fed.server["round"])
         if state:
             check_stamp(state, path, self.stamp_with_rows())
+        self.states.restore(fed.server["round"])
         self.write_rows()
         self.tidy()
         if fed.server["round"] < self.args.rounds:
@@ -2915,15 +3041,11 @@ class RunFolder:
             if type(fed.server["round"]) is not int or fed.server["round"] < 1:
                 raise ValueError("no round")
             check_stamp(state, path, self.stamp(fed.server["round"]))
-            self.versions = dict(state["clients"])
+            self.states.read_table(state["clients"])
         except UserError:
             raise
         except Exception as e:  # any shape that a foreign file may have
             raise UserError(f"{path}: not a checkpoint of this run ({e})") from None
-        for k, version in self.versions.items():
-            file = self.out / "states" / f"{k}-{version}.pt"
-            fed.states[k] = load(file, "client state")
-            check_stamp(fed.states[k], file, self.stamp(version, client=k))
         return state
 
     def _load_rows(self, metrics, lines, t):

@@ -99,7 +99,7 @@ def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=N
         for client in clients:
             worker = Worker(net, data, args, client, server)
             weights = train(worker, client, server, args, local_update)
-            states[client.id] = client.state
+            states[client.id], client.state = client.state, None  # it stays with the client
             received.add(common.Upload(client, weights))
         (aggregate or common.average)(net, received, server, args)
         if after_round:

@@ -243,7 +243,12 @@ def train_and_aggregate(trial, pool, clients, server):
     """Train the clients and aggregate into trial.net."""
     method = trial.call.method
     received = common.Received()
-    for upload in pool.train(clients, server, trial.net.state_dict(), method.local_update):
+    weights = trial.net.state_dict()
+
+    def start(worker, client):
+        return worker.train(client, server, weights, method.local_update)
+
+    for upload in pool.train(clients, start):
         received.add(upload)
     method.aggregate(trial.net, received, server, trial.call.args)
 

@@ -307,7 +307,7 @@ def client_readings(fed, hits):
 
     fed: a common.Federation; hits: (test samples,) which the global network has right."""
     found = client_summary(hits.numpy(), fed.tests)
-    if any("personal" in state for state in fed.states.values()):
+    if any("personal" in fed.folder.states.read(client) for client in fed.server["clients"]):
         found |= client_summary(personal_hits(fed, hits).numpy(), fed.tests, "personal_acc")
     return found
 
@@ -319,7 +319,7 @@ def personal_hits(fed, hits):
     client has none. Samples that are no client's are as in hits."""
     net, weights, found = common.copy_net(fed.net), fed.net.state_dict(), hits.clone()
     for client, test in enumerate(fed.tests):
-        personal = fed.states.get(client, {}).get("personal")
+        personal = fed.folder.states.read(client).get("personal")
         if personal is None or not len(test):
             continue
         if unknown := personal.keys() - weights.keys():
