@@ -1126,10 +1126,12 @@ class Pool:
         self.stopping, self.interrupt = False, Interrupt()
         self.workers = [build() for _ in range(max(1, count))]
         torch.set_num_threads(threads)
-        self.threads = None
+        self.threads, self.free = None, queue.SimpleQueue()  # workers that no thread has
         if device.type == "cpu" and count > 1:
             start = {"initializer": torch.set_num_threads, "initargs": (threads,)}
             self.threads = ThreadPoolExecutor(count, **start)
+            for worker in self.workers:
+                self.free.put(worker)
 
     @staticmethod
     def plan(args):
@@ -1165,17 +1167,21 @@ class Pool:
     def train(self, clients, start):
         """Yield the Uploads of the clients, in order, each when it and those before it are done.
 
-        start(worker, client): a generator as Worker.train() is."""
+        start(worker, client): a generator as Worker.train() is. No client starts before all but
+        a few a worker of those before it are yielded: what waits for a slow one is in memory."""
         rounds = [functools.partial(start, client=client) for client in clients]
         return self._threaded(rounds) if self.threads else self._interleaved(rounds)
 
+    @property
+    def window(self):
+        """How many clients may be trained at once, or have been and wait for one before them."""
+        return 4 * len(self.workers)
+
     def _threaded(self, rounds):
-        free, self.stopping = queue.SimpleQueue(), False
-        for worker in self.workers:
-            free.put(worker)
+        self.stopping = False
 
         def drain(start):
-            worker = free.get()
+            worker = self.free.get()
             batches = start(worker)
             try:
                 while not self.stopping:
@@ -1184,10 +1190,17 @@ class Pool:
             except StopIteration as stop:
                 return stop.value
             finally:
-                free.put(worker)
+                self.free.put(worker)
 
+        waiting, started = iter(rounds), deque()
         try:
-            yield from self.threads.map(drain, rounds)
+            while True:
+                room = self.window - len(started)
+                started += [self.threads.submit(drain, r) for r in itertools.islice(waiting, room)]
+                if not started:
+                    return
+                started[0].result()
+                yield started.popleft().result()
         finally:  # an interrupt or an error: the others need not finish their clients
             self.stopping = True
 
@@ -1196,7 +1209,7 @@ class Pool:
         uploads, due = {}, 0  # those that came before an earlier one wait for it
         free = list(self.workers)
         while waiting or running:
-            while free and waiting:
+            while free and waiting and waiting[0][0] < due + self.window:
                 (i, start), worker = waiting.popleft(), free.pop(0)
                 running.append((i, worker, start(worker)))
             self.interrupt.check()

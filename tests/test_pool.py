@@ -1,0 +1,80 @@
+"""The pool: its order, and how many uploads wait for a slow client before them."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import common
+
+
+def pool_of(count):
+    """Return a Pool of so many workers that are threads, and close it afterwards."""
+    return common.Pool(object, torch.device("cpu"), count, 1)
+
+
+def test_threads_wait_for_a_slow_first_client():
+    """Of 40 clients at most four a worker begin while the first is not done."""
+    pool, begun, go = pool_of(2), [], threading.Event()
+
+    def start(worker, client):
+        begun.append(client)
+        yield
+        if client == 0:
+            go.wait(30)
+        return client
+
+    uploads = pool.train(range(40), start)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(uploads))
+    thread.start()
+    end = time.monotonic() + 20
+    while len(begun) < 8 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert sorted(begun) == list(range(8))
+    go.set()
+    thread.join(30)
+    pool.close()
+    assert found == list(range(40))
+
+
+@pytest.mark.parametrize("slow", [0, 17])
+def test_streams_wait_for_a_slow_client(slow):
+    """The same where one thread feeds all workers in turn."""
+    pool, begun, found = pool_of(1), [], []
+    pool.workers = [object(), object()]
+    most = 0
+
+    def start(worker, client):
+        begun.append(client)
+        for _ in range(100 if client == slow else 1):
+            yield
+        return client
+
+    for upload in pool.train(range(40), start):
+        most = max(most, len(begun) - len(found))
+        found.append(upload)
+    assert found == list(range(40))
+    assert most == 8
+
+
+def test_an_error_ends_the_others():
+    pool, ended = pool_of(2), []
+
+    def start(worker, client):
+        yield
+        if client == 1:
+            raise common.UserError("client 1")
+        for _ in range(1000):
+            time.sleep(0.01)
+            yield
+        ended.append(client)
+        return client
+
+    with pytest.raises(common.UserError, match="client 1"):
+        for _ in pool.train([1, 0, 2, 3], start):
+            pass
+    pool.close()
+    assert not ended
