@@ -30,6 +30,7 @@ What local_update may use (x: images (batch, channels, height, width), y: labels
     worker.part(f, ...)         f(...), where steps differ: a part that is a CUDA graph of its own
     worker.batches(client)      (x, y) over all samples of the client, not augmented
     worker.data                 the data set, a Data
+    worker.map(f, clients)      in after_round: f(worker, client) for each client, on all workers
     client.id, len(client)      the client's number and its number of training samples
     client.state                a dict of tensors that the client keeps between rounds; "personal"
                                 in it is a state_dict, or a part of one: the client's own network
@@ -139,7 +140,7 @@ def run(
     aggregate(net, received, server, args): sets net, which holds the old global weights, to the new
         ones; received: a Received; by default average().
     after_round(worker, clients, server, args): a second synchronisation with the round's clients;
-        worker.net holds the new global weights, in eval mode.
+        worker.net holds the new global weights, in eval mode, also of those that worker.map() uses.
     adapt(net, args): changes the network before training begins. data, net: a Data and an
     nn.Sequential of blocks (see blocks()), or for methods that take no block any module, instead of
     those that --dataset and --model name. server["report"], a dict of numbers, is added to the
@@ -407,7 +408,9 @@ def check_finite(net, received, args, t):
 def synchronise(fed, received, after_round):
     """Run the method's second synchronisation on the new global weights. Return its seconds."""
     start, worker = time.perf_counter(), fed.pool.workers[0]
-    load_weights(worker.net.eval(), fed.net.state_dict())
+    for each in fed.pool.workers:
+        load_weights(each.net.eval(), fed.net.state_dict())
+    worker.map = fed.pool.map_workers
     after_round(worker, received.clients, fed.server, fed.args)
     fed.pool.synchronise()
     return time.perf_counter() - start
@@ -951,6 +954,12 @@ class Worker:
             x = channels_last(self.data.normalise(x.to(self.device)))
             yield x, self.data.y[index.to(self.device)]
 
+    def map(self, f, clients):
+        """Return [f(worker, client) for each client], where a Pool's workers share the work.
+
+        For after_round. f returns tensors, or lists and dicts of them, and changes nothing else."""
+        return [f(self, client) for client in clients]
+
     # --- one client's round
 
     def train(self, client, server, weights, local_update):
@@ -1164,6 +1173,27 @@ class Pool:
         """Return f over items, in order, on the worker threads where there are several."""
         return (self.threads.map if self.threads else map)(f, items)
 
+    def map_workers(self, f, clients):
+        """Return [f(worker, client)] as Worker.map() does, on the threads where there are some."""
+        if not self.threads:
+            return [f(self.workers[0], client) for client in clients]
+
+        def call(client):
+            self.interrupt.check()
+            with self.borrowed() as worker:
+                return f(worker, client)
+
+        return list(self.threads.map(call, clients))
+
+    @contextlib.contextmanager
+    def borrowed(self):
+        """Lend a thread a worker that no other thread has."""
+        worker = self.free.get()
+        try:
+            yield worker
+        finally:
+            self.free.put(worker)
+
     def train(self, clients, start):
         """Yield the Uploads of the clients, in order, each when it and those before it are done.
 
@@ -1181,16 +1211,14 @@ class Pool:
         self.stopping = False
 
         def drain(start):
-            worker = self.free.get()
-            batches = start(worker)
-            try:
-                while not self.stopping:
-                    self.interrupt.check()
-                    next(batches)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                self.free.put(worker)
+            with self.borrowed() as worker:
+                batches = start(worker)
+                try:
+                    while not self.stopping:
+                        self.interrupt.check()
+                        next(batches)
+                except StopIteration as stop:
+                    return stop.value
 
         waiting, started = iter(rounds), deque()
         try:

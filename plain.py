@@ -57,7 +57,7 @@ class Worker:
     def part(self, f, *inputs):
         return common.tree_map(torch.Tensor.detach, f(*inputs))
 
-    batches = common.Worker.batches
+    batches, map = common.Worker.batches, common.Worker.map
 
 
 def train(worker, client, server, args, local_update):

@@ -44,10 +44,10 @@ def mean_feature(worker, client, server, args):
 
 def synchronise(worker, clients, server, args):
     """rfedavg+: the new global network goes to the clients, their deltas come back."""
-    for client in clients:
+    deltas = worker.map(lambda w, client: mean_feature(w, client, server, args), clients)
+    for client, delta in zip(clients, deltas):
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
-        delta = mean_feature(worker, client, server, args)
         common.keep_row(server["deltas"], client.id, client.upload(delta))
         server["report"]["bytes_delta"] += common.nbytes(delta)
 

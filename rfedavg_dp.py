@@ -48,12 +48,12 @@ def keep(server, k, delta):
 
 def synchronise(worker, clients, server, args):
     """The new global network goes to the clients, their noisy deltas come back."""
-    for client in clients:
+    deltas = worker.map(lambda w, client: mean_feature(w.net, w.batches(client)), clients)
+    for client, delta in zip(clients, deltas):
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
         rng = common.keyed("noise", args.seed, server["round"], client.id)
-        delta = noisy(mean_feature(worker.net, worker.batches(client)), rng, args)
-        keep(server, client.id, client.upload(delta))
+        keep(server, client.id, client.upload(noisy(delta, rng, args)))
 
 
 def local_update(worker, client, server, args):

@@ -5,6 +5,8 @@ import time
 
 import pytest
 import torch
+from conftest import same
+from methods import final, needed
 
 import common
 
@@ -78,3 +80,46 @@ def test_an_error_ends_the_others():
             pass
     pool.close()
     assert not ended
+
+
+def test_a_map_over_workers_is_in_order():
+    """No two threads have one worker at a time, and each call's client is its own."""
+    pool, busy = pool_of(3), set()
+
+    def f(worker, client):
+        assert worker not in busy
+        busy.add(worker)
+        time.sleep(0.01 * (client % 3))
+        busy.remove(worker)
+        return client
+
+    assert pool.map_workers(f, range(20)) == list(range(20))
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["rfedavg", "rfedavg_dp", "rfedavg_code"])
+def test_the_second_synchronisation_is_shared(tmp_path, monkeypatch, name):
+    """By the three workers, each with the new global weights; the result is one worker's."""
+    seen, begin = {}, common.Pool.map_workers
+
+    def map_workers(pool, f, clients):
+        def call(worker, client):
+            seen[client.id] = [v.clone() for v in worker.net.state_dict().values()]
+            assert not worker.net.training
+            barrier.wait(30)  # which three threads pass, and no fewer
+            return f(worker, client)
+
+        barrier = threading.Barrier(3)
+        return begin(pool, call, clients)
+
+    monkeypatch.setattr(common, "CORES", 1)
+    argv = [*"--clients 3 --local-steps 2 --model cnn".split(), *needed(name)]
+    one = final(name, tmp_path / "one", *argv, "--workers", "1")
+    monkeypatch.setattr(common.Pool, "map_workers", map_workers)
+    three = final(name, tmp_path / "three", *argv, "--workers", "3")
+    assert same(one[0], three[0])
+    a, b = (common.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "three"))
+    assert all(torch.equal(a["deltas"][k], b["deltas"][k]) for k in range(3))
+    assert len(seen) == 3
+    assert all(same(dict(enumerate(seen[0])), dict(enumerate(net))) for net in seen.values())
+    assert same(dict(enumerate(seen[0])), dict(enumerate(three[0].values())))
