@@ -155,21 +155,47 @@ def run(
     note_own(args, data, net)
     with one_line_errors(args.script, args, "use fewer --workers, a smaller --batch-size or cpu"):
         check_files(args)
+        ranks = extra("ranks", "torchrun").join(args) if under_torchrun() else OneProcess()
         args.out = args.out or default_out(args)
-        with contextlib.closing(RunFolder(args, code_of(method))) as folder:
+        with contextlib.closing(ranks.folder(args, code_of(method))) as folder:
             folder.take()
             if data is None and not args.resume:
                 check_before_data(args, adapt, net)
             make_net = functools.partial(prepare_net, args=args, adapt=adapt, net=net)
             if data is not None or net is not None:
                 make_net = extra("networks", "data= and net=").tried(make_net, method)
-            return train(begin(args, folder, data, make_net), method, on_round)
+            return train(begin(args, folder, ranks, data, make_net), method, on_round)
 
 
 def note_own(args, data, net):
     """Note in args that the data set or the network is the caller's own, which no flag names."""
     if data is not None or net is not None:
         extra("own", "data= and net=").note(args, data, net)
+
+
+def under_torchrun():
+    """Return whether torchrun has started several processes, of which this is one."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+class OneProcess:
+    """What a run asks of its processes, where it has one; Ranks of extras/ranks.py has several."""
+
+    def folder(self, args, code):
+        """Return the run folder, which one process writes."""
+        return RunFolder(args, code)
+
+    def in_turn(self, f):
+        """Return f(), whose files one process makes and the others read."""
+        return f()
+
+    def train(self, pool, clients, start):
+        """Yield the Uploads of all clients in order."""
+        return pool.train(clients, start)
+
+    def map(self, pool_map):
+        """Return a map like pool_map(f, items) over all processes."""
+        return pool_map
 
 
 @dataclasses.dataclass
@@ -183,16 +209,20 @@ class Federation:
     net: nn.Module  # the global network
     pool: "Pool"
     folder: "RunFolder"
+    ranks: OneProcess
     server: dict  # what the server keeps: round, clients and the method's own
 
 
-def begin(args, folder, data, make_net):
+def begin(args, folder, ranks, data, make_net):
     """Load and deal out the data, build the network and the workers, and restore what is resumed.
 
     data: a Data, or None for the one that args name; make_net(data): builds the network. Returns a
     Federation."""
     device = set_up_device(args)
-    data = load_data(args) if data is None else hold_out(data, args)
+    if data is None:
+        data = ranks.in_turn(lambda: load_data(args))
+    else:
+        data = hold_out(data, args)
     square = data.x.ndim == 4 and data.x.shape[2] == data.x.shape[3]
     if resolve_augment(args) and not (square and data.x.dtype == torch.uint8):
         raise UserError("argument --augment: for square images of uint8; use none")
@@ -206,7 +236,7 @@ def begin(args, folder, data, make_net):
     steps = most_steps(parts, net, args)
     workers, threads = folder.workers or Pool.plan(args)
     pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)
-    fed = Federation(args, data, parts, tests, net, pool, folder, {"round": 0})
+    fed = Federation(args, data, parts, tests, net, pool, folder, ranks, {"round": 0})
     if args.resume:
         folder.restore(fed)
     else:
@@ -309,7 +339,7 @@ def train(fed, method, on_round=None):
             if stopped and row["test_acc"] is not None:
                 folder.checkpoint(fed)
                 break
-    save(fed.net.state_dict(), folder.out / "model.pt", folder.stamp_with_rows())
+    folder.save(fed.net.state_dict(), "model.pt", folder.stamp_with_rows())
     summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
     say(summary_line.format(**folder.rows[-1]))
     return fed.net, folder.rows
@@ -324,7 +354,8 @@ def train_round(fed, method, bar):
     clients = [Client(k, fed.parts[k]) for k in server["clients"]]
     set_weights(clients, args, server["round"])
     received = Received()
-    for upload in fed.pool.train(clients, functools.partial(train_client, fed, method)):
+    begin_client = functools.partial(train_client, fed, method)
+    for upload in fed.ranks.train(fed.pool, clients, begin_client):
         keep_client(fed, upload)
         received.add(upload)
         bar.update()
@@ -386,7 +417,7 @@ def keep_client(fed, upload):
     if fed.args.save_clients and fed.server["round"] == fed.args.rounds:
         (folder.out / "clients").mkdir(exist_ok=True)
         stamp = folder.stamp(fed.server["round"], client=client.id)
-        save(upload.weights, folder.out / "clients" / f"{client.id}.pt", stamp)
+        folder.save(upload.weights, f"clients/{client.id}.pt", stamp)
 
 
 def check_finite(net, received, args, t):
@@ -410,7 +441,7 @@ def synchronise(fed, received, after_round):
     start, worker = time.perf_counter(), fed.pool.workers[0]
     for each in fed.pool.workers:
         load_weights(each.net.eval(), fed.net.state_dict())
-    worker.map = fed.pool.map_workers
+    worker.map = fed.ranks.map(fed.pool.map_workers)
     after_round(worker, received.clients, fed.server, fed.args)
     fed.pool.synchronise()
     return time.perf_counter() - start
@@ -423,7 +454,7 @@ def measure_round(fed, received, seconds):
     accuracy, loss, by_client = None, None, {}
     if t == args.rounds or t % args.eval_every == 0:
         hits = torch.zeros(len(fed.data.y_test), dtype=torch.bool)
-        accuracy, loss = evaluate(fed.net, fed.data, args, fed.pool.map, hits)
+        accuracy, loss = evaluate(fed.net, fed.data, args, fed.ranks.map(fed.pool.map), hits)
         if fed.tests:
             by_client = extra("partitions", "--client-test").client_readings(fed, hits)
     row = {"test_acc": accuracy, "test_loss": loss}
@@ -470,7 +501,7 @@ def keep_round(fed, row):
     """Write down the round: the best model so far, the row and, where it is due, a checkpoint."""
     args, folder, t = fed.args, fed.folder, row["round"]
     if best_row([*folder.rows, row]) is row:
-        save(fed.net.state_dict(), folder.out / f"best-{t}.pt", folder.stamp(t))
+        folder.save(fed.net.state_dict(), f"best-{t}.pt", folder.stamp(t))
     folder.settle(fed)
     folder.append(row)
     if t == args.rounds or t % args.checkpoint_every == 0:
@@ -756,6 +787,8 @@ def load_weights(net, weights):
 def set_up_device(args):
     """Set precision and determinism of the process. Return the device."""
     device = torch.device(args.device)
+    if device.type == "cuda" and under_torchrun():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     # Gram matrices and power iterations need exact products, also in the backward pass
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     for layers in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
@@ -1199,6 +1232,10 @@ class Pool:
 
         start(worker, client): a generator as Worker.train() is. No client starts before all but
         a few a worker of those before it are yielded: what waits for a slow one is in memory."""
+        return (upload for upload in self.sweeps(clients, start) if upload is not None)
+
+    def sweeps(self, clients, start):
+        """Yield as train() does, and None after each batch where the workers are no threads."""
         rounds = [functools.partial(start, client=client) for client in clients]
         return self._threaded(rounds) if self.threads else self._interleaved(rounds)
 
@@ -1254,6 +1291,7 @@ class Pool:
             while due in uploads:
                 yield uploads.pop(due)
                 due += 1
+            yield
 
     def _grow(self, waiting):
         """Add workers, now that the first has shown what one takes of the GPU's memory.
@@ -2168,7 +2206,8 @@ DATASETS = "cifar100 cifar10 mnist emnist femnist tiny-imagenet imagenet-200 sen
 AUGMENT_HELP = "none, or a list of crop, flip, rotateDEGREES; auto: crop,flip but for characters"
 NATURAL = ("natural", "natural-iid")  # partitions that ask who made each sample
 # Flags that may change when a run is resumed; all others decide the result
-FREE_ON_RESUME = set("rounds out resume quiet data_dir checkpoint_every save_clients".split())
+FREE_ON_RESUME = "rounds out resume quiet data_dir checkpoint_every save_clients workers"
+FREE_ON_RESUME = set(FREE_ON_RESUME.split())
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -2200,7 +2239,7 @@ class PlainParser(argparse.ArgumentParser):
             with contextlib.suppress(ModuleNotFoundError):  # where extras/ was not copied
                 suggestion = importlib.import_module("extras.spellings").suggestion
                 message += suggestion(unknown[1], self._option_string_actions)
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        end(f"{self.prog}: error: {' '.join(message.split())}", 2)
 
 
 class Parser(PlainParser):
@@ -2815,7 +2854,7 @@ class States:
             return
         self.versions[k] = version
         if before and before[0] > self.committed:
-            self.path(k, before).unlink(missing_ok=True)
+            self.remove(self.path(k, before))
         elif before:
             self.replaced.append(self.path(k, before))
 
@@ -2830,7 +2869,7 @@ class States:
     def commit(self, t):
         """Remove what the checkpoint of round t, which is written, has no more use for."""
         for path in self.replaced:
-            path.unlink(missing_ok=True)
+            self.remove(path)
         self.replaced.clear()
         self.committed = t
 
@@ -2858,7 +2897,10 @@ class States:
             raise UserError(f"{self.folder / name}: no such client state")
         for name in found - named:
             if re.fullmatch(r"\d+-\d+\.pt(\.\d+\.tmp)?", name):  # others are not ours to delete
-                (self.folder / name).unlink()
+                self.remove(self.folder / name)
+
+    def remove(self, path):
+        path.unlink(missing_ok=True)
 
 
 class RunFolder:
@@ -2884,7 +2926,10 @@ class RunFolder:
             if self.config.get("code") and self.code:
                 extra("identity", "--resume").check_same(self.out, self.config["code"], self.code)
             # 0 workers: a GPU's number was never settled
-            self.workers = self.config["workers"], self.config["threads"]
+            workers = self.config["workers"]
+            if self.args.workers != self.config["flags"]["workers"]:
+                workers = Pool.plan(self.args)[0]
+            self.workers = workers, self.config["threads"]  # which decide the result
             self.args.capture = self.args.graph and self.config.get("graph", True)
             return
         taken = (
@@ -2989,6 +3034,10 @@ class RunFolder:
         """Return the flags that decide the result."""
         flags = flag_values(self.args)
         return {k: v for k, v in flags.items() if k not in FREE_ON_RESUME}
+
+    def save(self, tree, name, stamp):
+        """Write weights to a file of the folder."""
+        save(tree, self.out / name, stamp)
 
     def append(self, row):
         """Add a round's row to metrics.jsonl, which is written anew if it is not as we left it."""
@@ -3181,8 +3230,16 @@ def one_line_errors(script, args=None, advice="use a smaller --batch-size or --d
     if not shell:
         raise error
     kind = "" if code == 130 else "error: "  # Ctrl-C, or a limit of time, is none
+    end(f"{script}.py: {kind}{' '.join(str(error).split())}", code)
+
+
+def end(line, code):
+    """Print a line on stderr and end with an exit code; under torchrun one for all processes."""
+    if under_torchrun():
+        with contextlib.suppress(UserError):  # the file is not there
+            extra("ranks", "torchrun").fail(line, code)
     with contextlib.suppress(OSError):  # where stderr is a full disk or a closed pipe
-        print(f"{script}.py: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+        print(line, file=sys.stderr)
     raise SystemExit(code)
 
 

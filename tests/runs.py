@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import torch
 from conftest import same
 from methods import ROOT
 
@@ -27,6 +28,17 @@ def rounds_in(out):
     """Return how many rounds a run has finished so far."""
     path = out / "metrics.jsonl"
     return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def equal(a, b):
+    """Return whether two nests of tensors and plain values are equal, strides included."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b) and (a.stride(), a.dtype) == (b.stride(), b.dtype)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
 
 
 def assert_equal_runs(a, b):

@@ -1,0 +1,437 @@
+"""Processes of torchrun: several train a round's clients, and end with the run of one, bit for bit.
+
+Loaded by common.py where torchrun has started more than one process; docs/scale.md says how to
+start them and what it costs. Every rank, as torchrun calls a process, holds the model, `server` and
+the rows, samples the same clients and computes the same round, but for three things that are shared
+out: clients are trained by one rank each and their uploads then go to all, one at a time in the
+order of the clients; batches of the evaluation, and what a method gives worker.map(), likewise. So
+each rank adds up what one process would, in its order. Only rank 0 writes the run folder and
+prints; a client's state is written by the rank that trained it.
+
+An error on any rank ends all: the first is noted in the store that torchrun keeps, rank 0 prints
+it, and all leave with its exit code.
+"""
+
+import atexit
+import contextlib
+import datetime
+import io
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import common
+
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+# of this torchrun: its name, which is "none" unless one is given, and its process
+STARTER = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+PATIENCE = datetime.timedelta(days=30)  # a client may take long; who has died is found otherwise
+ALIGN = 64  # bytes; products of matrices may depend on where they begin
+END = object()
+
+
+# --- starting
+
+
+def join(args):
+    """Return the Ranks of this process, connected to the others.
+
+    Changes args: all but rank 0 are quiet, and a run that torchrun starts again is resumed.
+    UserError where a flag cannot be of several processes."""
+    if not args.out:
+        raise common.UserError("argument --out: needed under torchrun, the folder that all share")
+    device = torch.device(args.device)
+    if device.index is not None:
+        raise common.UserError("argument --device: under torchrun cuda, a GPU for each process")
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        if LOCAL_RANK >= gpus:
+            raise common.UserError(
+                f"argument --device: a GPU for each process, and there are {gpus} here"
+            )
+        device = torch.device("cuda", LOCAL_RANK)
+    if Ranks.joined is None:
+        Ranks.joined = Ranks(device)
+    Ranks.joined.watch.script = args.script
+    if RANK:
+        args.quiet = True
+    if RESTARTS and not args.resume:
+        args.resume = broadcast([began_here(args.out)], 0)[0]
+    return Ranks.joined
+
+
+def began_here(out):
+    """Return whether an earlier attempt of this torchrun began the run in the folder out."""
+    try:
+        return common.read_config(pathlib.Path(out)).get("torchrun") == STARTER
+    except common.UserError:
+        return False
+
+
+_store = None
+
+
+def store():
+    """Return the store that all ranks of this attempt share."""
+    global _store
+    if _store is None:
+        shared, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
+        _store = dist.PrefixStore(f"federation-{RESTARTS}", shared)
+    return _store
+
+
+# --- errors
+
+
+_ending = threading.Lock()
+
+
+def fail(line, code):
+    """End this rank and all others with an exit code; rank 0 prints the line of the first error.
+
+    line: for stderr, None if it has been printed. Does not return."""
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()  # the other thread ends the process
+    with contextlib.suppress(Exception):  # torchrun itself may have ended
+        note = store().compare_set("failed", "", json.dumps([line, code]))
+        line, code = json.loads(note)
+    with contextlib.suppress(OSError):  # where stderr is a full disk or a closed pipe
+        if RANK == 0 and line:
+            tqdm.write(line, file=sys.stderr)
+    with contextlib.suppress(Exception):  # torchrun kills the others once one has left
+        gather("ended", SIZE)
+        gather("left", SIZE if RANK == 0 else 0)  # without torchrun rank 0 has the store
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def gather(name, ranks):
+    """Return when so many ranks are here, or after 20 s."""
+    end = time.monotonic() + 20
+    here = store().add(name, 1)
+    while here < ranks and time.monotonic() < end:
+        time.sleep(0.05)
+        here = store().add(name, 0)
+
+
+def fail_by(*error):
+    """End all ranks by an error that is not the user's: its traceback, exit code 1."""
+    traceback.print_exception(*error)
+    fail(None, 1)
+
+
+class Watch(threading.Thread):
+    """Ends this process when another one has failed, whatever it waits for."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.store, self.over = store().clone(), threading.Event()
+        self.script, self.interrupt = None, None  # of the run
+
+    def run(self):
+        while not self.over.wait(0.3):
+            try:
+                failed = self.store.check(["failed"])
+            except Exception:  # the store is torchrun's: it has ended, and ended nobody
+                fail(f"{self.script}.py: error: torchrun has ended; continue with --resume", 1)
+            if failed:
+                line, code = json.loads(self.store.get("failed"))
+                if code == 130 and self.interrupt:  # Ctrl-C: this rank too ends between batches
+                    self.interrupt.since = self.interrupt.since or time.perf_counter()
+                    time.sleep(5)
+                fail(line, code)
+
+
+@contextlib.contextmanager
+def connected():
+    """Turn the end of another process, while it is waited for, into an error of one line."""
+    try:
+        yield
+    except RuntimeError as e:
+        why = str(e).splitlines()[0][:200]
+        raise ConnectionError(
+            f"a process of this run has ended ({why}); continue with --resume"
+        ) from None
+
+
+# --- the ranks
+
+
+class Ranks:
+    """What common.OneProcess is for one process."""
+
+    joined = None
+
+    def __init__(self, device):
+        self.device = device
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        place = {"rank": RANK, "world_size": SIZE}
+        with connected():
+            self.watch = Watch()
+            dist.init_process_group(backend, store=store(), timeout=PATIENCE, **place)
+        atexit.register(self.leave)
+        sys.excepthook = fail_by
+        self.watch.start()
+
+    def leave(self):
+        """Go apart at the end of this process."""
+        self.watch.over.set()
+        self.watch.join()  # a thread that is amid a call at the exit would abort it
+        dist.destroy_process_group()
+
+    def folder(self, args, code):
+        """Return the RunFolder of this rank."""
+        return Folder(args, code)
+
+    def in_turn(self, f):
+        """Return f(), called by rank 0 first, then by one rank of each node, then by the others."""
+        mine = 0 if RANK == 0 else 1 if LOCAL_RANK == 0 else 2
+        for turn in range(3):
+            if turn == mine:
+                result = f()
+            wait()
+        return result
+
+    def train(self, pool, clients, start):
+        """Yield the Uploads of all clients in order, as Pool.train() does, on every rank."""
+        self.watch.interrupt = pool.interrupt
+        worker = pool.workers[0]
+        sizes = [common.batch_sizes(len(c), worker.args, worker.batch_norm) for c in clients]
+        owners = share([len(steps) for steps in sizes], SIZE)
+        own = Own(pool, [c for c, owner in zip(clients, owners) if owner == RANK], start)
+        for client, owner in zip(clients, owners):
+            upload = own.next() if owner == RANK else None
+            yield exchange(client, upload, owner, worker, own)
+
+    def map(self, pool_map):
+        """Return a map like pool_map, (f, items), to whose work every rank contributes."""
+
+        def shared(f, items):
+            items = list(items)
+            mine = list(pool_map(f, items[RANK::SIZE]))
+            results = [None] * len(items)
+            for rank in range(SIZE):
+                found = broadcast(mine if rank == RANK else None, rank)
+                results[rank::SIZE] = common.tree_map(lambda t: t.to(self.device), found)
+            return results
+
+        return shared
+
+
+def share(costs, ranks):
+    """Return the rank that trains each client: the costliest first, each to the least loaded.
+
+    costs: steps of each client; one without a step costs something too."""
+    owners, load = [0] * len(costs), [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += costs[i] + 1
+    return owners
+
+
+class Own:
+    """The uploads of this rank's clients, in order; training goes on while others are waited for.
+
+    Where threads train it does by itself; else a sweep over the workers at a time, until as many
+    uploads are ready as may wait."""
+
+    def __init__(self, pool, clients, start):
+        self.uploads = pool.sweeps(clients, start)
+        self.sweeping, self.room, self.ready = not pool.threads, pool.window, deque()
+
+    def next(self):
+        """Return the next upload."""
+        while not self.ready:
+            self.sweep()
+        return self.ready.popleft()
+
+    def sweep(self):
+        """Train on. Return False when all is done."""
+        upload = next(self.uploads, END)
+        if upload is not None and upload is not END:
+            self.ready.append(upload)
+        return upload is not END
+
+    def wait(self, work):
+        """Train on until work, which is of another rank, is there."""
+        while self.sweeping and not work.is_completed() and len(self.ready) < self.room:
+            self.sweeping = self.sweep()
+        finish(work)
+
+
+# --- messages
+
+
+def wait():
+    """Return when all ranks are here."""
+    with connected():
+        dist.all_reduce(torch.zeros(1))
+
+
+def finish(work):
+    """Return when an operation of all ranks is done."""
+    with connected():
+        work.wait()
+
+
+def send(tensor, owner):
+    """Copy the owner's tensor into those of all ranks."""
+    with connected():
+        dist.broadcast(tensor, owner)
+
+
+def broadcast(tree, owner, wait=finish):
+    """Return the owner's tree, of tensors and plain values, on the CPU; for what is small.
+
+    wait(work): waits until it comes."""
+    content = common.packed(tree).getvalue() if owner == RANK else b""
+    size = torch.tensor([len(content)])
+    with connected():
+        work = dist.broadcast(size, owner, async_op=True)
+    wait(work)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if owner == RANK:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    send(buffer, owner)
+    return torch.load(io.BytesIO(buffer.numpy().tobytes()), weights_only=True)
+
+
+NOTES = ("samples", "version")  # of an Upload, beside its tensors
+COUNTS = ("bytes_down", "bytes_up")  # of a Client
+
+
+def exchange(client, upload, owner, worker, own):
+    """Return the Upload of a client, which only its owner has, on every rank.
+
+    Bit for bit, with its strides, since sums depend on them; its state does not travel."""
+    notes = tensors = None
+    if owner == RANK:
+        client = upload.client
+        notes = {k: getattr(upload, k) for k in NOTES} | {k: getattr(client, k) for k in COUNTS}
+        tensors = {"sums": client.sums, "records": client.records}
+        tensors |= {"loss": upload.loss, "finite": upload.finite}
+        numbers = iter(range(len(common.tensors_in(tensors))))
+        notes["layout"] = [layout(t) for t in common.tensors_in(tensors)]
+        notes["tree"] = common.tree_map(lambda t: torch.tensor(next(numbers)), tensors)
+    notes = broadcast(notes, owner, own.wait)
+    weights = worker.net.state_dict()  # whose layout all share
+    like = [*map(layout, weights.values()), *notes["layout"]]
+    buffer, parts = views(like, worker.device)
+    if owner == RANK:
+        torch._foreach_copy_(parts, [*upload.weights.values(), *common.tensors_in(tensors)])
+    send(buffer, owner)
+    if owner == RANK:
+        return upload
+    weights, rest = dict(zip(weights, parts)), parts[len(weights) :]
+    # copies, for the buffer would stay with them
+    tree = common.tree_map(lambda i: rest[int(i)].clone(), notes["tree"])
+    client.sums, client.records = tree["sums"], tree["records"]
+    for name in COUNTS:
+        setattr(client, name, notes[name])
+    client.state = None
+    version = notes["version"] and tuple(notes["version"])
+    return common.Upload(client, weights, tree["loss"], tree["finite"], notes["samples"], version)
+
+
+def layout(t):
+    """Return dtype, shape and strides of a tensor, as plain values."""
+    return [str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())]
+
+
+def views(layouts, device):
+    """Return one buffer of bytes and, in it, tensors of these layouts, which are dense."""
+    like = [
+        torch.empty_strided(shape, strides, dtype=getattr(torch, kind), device="meta")
+        for kind, shape, strides in layouts
+    ]
+    sizes = [common.nbytes(t) for t in like]
+    padded = [-(-size // ALIGN) * ALIGN for size in sizes]
+    buffer = torch.empty(sum(padded), dtype=torch.uint8, device=device)
+    parts = [part[:size].view(t.dtype) for part, size, t in zip(buffer.split(padded), sizes, like)]
+    return buffer, [part.as_strided(t.shape, t.stride()) for part, t in zip(parts, like)]
+
+
+# --- the run folder
+
+
+class Folder(common.RunFolder):
+    """The folder of a run, which rank 0 writes and all read; states are written by all."""
+
+    def __init__(self, args, code):
+        super().__init__(args, code)
+        if RANK:
+            self.states.remove = lambda path: None
+
+    def take(self):
+        if RANK == 0:
+            super().take()
+        wait()
+        if RANK and self.args.resume:
+            super().take()
+
+    def _lock(self):
+        if RANK == 0:
+            super()._lock()
+
+    def create(self, workers, threads):
+        if RANK == 0:
+            super().create(workers, threads)
+        wait()
+        self.config = common.read_config(self.out)
+
+    def write_config(self):
+        if RANK == 0:
+            self.config["torchrun"] = STARTER
+            super().write_config()
+
+    def settle(self, fed):
+        if RANK == 0:
+            super().settle(fed)
+
+    def save(self, tree, name, stamp):
+        if RANK == 0:
+            super().save(tree, name, stamp)
+
+    def append(self, row):
+        if RANK == 0:
+            super().append(row)
+        else:
+            self.rows.append(row)
+
+    def checkpoint(self, fed):
+        self.states.sync()
+        wait()
+        if RANK == 0:
+            super().checkpoint(fed)
+        else:
+            self.states.commit(fed.server["round"])
+        wait()
+
+    def restore(self, fed):
+        if RANK == 0:
+            super().restore(fed)
+        wait()
+        if RANK:
+            self.follow(fed)
+
+    def follow(self, fed):
+        """Fill fed from what rank 0 has restored."""
+        path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
+        if path.exists():
+            self._load_checkpoint(path, fed)
+        self.states.restore(fed.server["round"])
+        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+        self.rows = [json.loads(line) for line in lines]

@@ -1,0 +1,206 @@
+"""Several processes of torchrun end with the run of one, bit for bit, and fail as one.
+
+The whole matrix of methods, ranks and workers, and kills at random, are in tests/ranks.py, which is
+run by hand."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import TINY
+from ranks import assert_equal, run_ranks, start
+from runs import rounds_in
+
+import common
+import fedavg
+import scaffold
+from extras import ranks as engine
+from methods import ROOT, SCRIPTS
+
+STEPS = ["--rounds", "3", "--local-steps", "3", "--workers"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """A worker has one thread, as under torchrun."""
+    monkeypatch.setattr(common, "CORES", 1)
+
+
+RUNS = {  # each way that something travels: sums, records, states, a second synchronisation
+    "momentum": "fedavg --persist-opt --client-test --server adam --save-clients",
+    "sums": "scaffold --sample 0.5 --checkpoint-every 2",
+    "doubles": "qfedavg --drop-last --batch-size 60 --clients 6",
+    "records": "rfedavg --variant rfedavg --sample 0.5",
+    "second": "rfedavg --sample 0.5 --clients 6",
+}
+
+
+def test_two_ranks_give_the_run_of_one_process(tmp_path):
+    """Also a run that one process began and two went on with, and the other way round."""
+    lines = []
+    for key, words in RUNS.items():
+        name, *words = words.split()
+        words = [*TINY, *words, *STEPS]
+        SCRIPTS[name].main([*words, "2", "--out", str(tmp_path / "one" / key)])
+        lines.append(" ".join([name, *words, "1", "--out", str(tmp_path / "two" / key)]))
+    cut, back = tmp_path / "cut", tmp_path / "back"
+    argv = [*TINY, *RUNS["sums"].split()[1:], *STEPS, "1"]
+    scaffold.main([*argv, "--rounds", "2", "--out", str(cut)])
+    lines.append(f"scaffold --out {cut} --resume --rounds 3 --workers 2 --quiet")
+    lines.append(" ".join(["scaffold", *argv, "--rounds", "1", "--out", str(back)]))
+    code, err = run_ranks(lines, 2, tmp_path)
+    assert code == 0, err
+    scaffold.main(["--out", str(back), "--resume", "--rounds", "3", "--workers", "2"])
+    for key in RUNS:
+        assert_equal(tmp_path / "one" / key, tmp_path / "two" / key)
+    for out in (cut, back):
+        assert_equal(tmp_path / "one" / "sums", out)
+    names = {path.name for path in (tmp_path / "two" / "momentum" / "clients").iterdir()}
+    assert names == {f"{k}.pt" for k in range(4)}
+
+
+FAULTY = """
+import os, common, fedavg
+def local_update(worker, client, server, args):
+    if server["round"] == 2 and os.environ["RANK"] == "1":
+        raise common.UserError("rank 1 has no more")
+    yield from original(worker, client, server, args)
+original, fedavg.local_update = fedavg.local_update, local_update
+"""
+
+
+def test_an_error_of_one_rank_is_one_line(tmp_path):
+    """From rank 0, and all end with exit code 2."""
+    out = tmp_path / "run"
+    line = " ".join(["fedavg", *TINY, *STEPS, "1", "--out", str(out)])
+    code, err = run_ranks([line], 2, tmp_path, before=FAULTY)
+    assert code == 1  # torchrun's own
+    [found] = [text for text in err.splitlines() if ".py: error:" in text]
+    assert found == "fedavg.py: error: rank 1 has no more"
+    assert err.count("exitcode  : 2 ") == 2, err
+    assert rounds_in(out) == 1
+
+
+def test_an_error_of_all_ranks_is_one_line():
+    """In the flags, say; here started without torchrun, as other launchers do."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": s.getsockname()[1]}
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {k: str(v) for k, v in place.items()} | {"RANK": str(rank)}
+        command = [sys.executable, "fedavg.py", "--lr", "x"]
+        pipe = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env=environment, **pipe))
+    lines = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2]
+    assert lines[0].startswith("fedavg.py: error: argument --lr: must be a number")
+    assert len(lines[0].splitlines()) == 1
+    assert lines[1] == ""
+
+
+DYING = """
+import os, signal, common
+keep_round = common.keep_round
+def dying(fed, row):
+    keep_round(fed, row)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and row["round"] == 1 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+common.keep_round = dying
+"""
+
+
+def test_torchrun_goes_on_behind_a_killed_rank(tmp_path):
+    """By itself, from the checkpoint, to the run that was never cut."""
+    words = [*TINY, *STEPS]
+    line = " ".join(["scaffold", *words, "1", "--out", str(tmp_path / "cut")])
+    options = ["--max-restarts", "1"]
+    code, err = run_ranks([line], 2, tmp_path, before=DYING, options=options)
+    assert code == 0, err
+    scaffold.main([*words, "1", "--out", str(tmp_path / "whole")])
+    assert_equal(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_interrupt(tmp_path):
+    """Ctrl-C, which a terminal sends to all processes, is one line."""
+    out = tmp_path / "run"
+    line = " ".join(["fedavg", *TINY, "--rounds", "5000", "--local-steps", "2", "--out", str(out)])
+    process = start([line], 2, tmp_path, start_new_session=True)
+    while not rounds_in(out) and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)  # the pipe is open until all have ended
+    [line] = [text for text in err.splitlines() if ".py: error:" in text]
+    assert "interrupted" in line
+    assert f"--out {out} --resume" in line
+
+
+@pytest.mark.parametrize(
+    "costs, ranks, owners",
+    [
+        ([5, 9, 2, 4], 2, [1, 0, 0, 1]),
+        ([3, 3, 3], 4, [0, 1, 2]),
+        ([0, 0, 0], 2, [0, 1, 0]),
+        ([1, 1, 1, 7], 2, [1, 1, 1, 0]),
+    ],
+)
+def test_the_longest_go_first(costs, ranks, owners):
+    assert engine.share(costs, ranks) == owners
+
+
+def test_views_keep_layout_and_alignment():
+    images = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    tensors = [
+        torch.tensor(True),
+        images,
+        torch.arange(5),
+        torch.zeros(0),
+        torch.tensor(2.5).double(),
+    ]
+    buffer, parts = engine.views([engine.layout(t) for t in tensors], "cpu")
+    assert buffer.dtype == torch.uint8
+    for t, part in zip(tensors, parts):
+        part.copy_(t)
+        assert (part.dtype, part.shape, part.stride()) == (t.dtype, t.shape, t.stride())
+        assert part.data_ptr() % 64 == 0 or t.numel() == 0
+    assert all(torch.equal(t, part) for t, part in zip(tensors, parts))
+
+
+@pytest.mark.parametrize(
+    "argv, words", [([], "--out"), (["--out", "x", "--device", "cuda:0"], "--device")]
+)
+def test_flags_under_torchrun(monkeypatch, argv, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    args = common.flags("", "fedavg").parse_args(argv)
+    with pytest.raises(common.UserError, match=f"argument {words}"):
+        engine.join(args)
+
+
+def test_only_an_attempt_of_the_same_torchrun_is_resumed(tmp_path, monkeypatch):
+    """A folder that was there before is refused, restarted or not."""
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--rounds", "1", "--out", str(out)])
+    monkeypatch.setattr(engine, "STARTER", "abc")
+    assert not engine.began_here(out)
+    assert not engine.began_here(tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    config.pop("crc32", None)
+    (out / "config.json").write_text(json.dumps(config | {"torchrun": "abc"}))
+    assert engine.began_here(out)
+
+
+def test_one_process_loads_nothing_of_torchrun(monkeypatch):
+    """torchrun with a single process is one process; other launchers' variables are not read."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not common.under_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    assert common.under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not common.under_torchrun()
