@@ -17,6 +17,7 @@ import bare_loop  # noqa: E402
 import conventional  # noqa: E402
 import gpu  # noqa: E402
 import population  # noqa: E402
+import processes  # noqa: E402
 import throughput  # noqa: E402
 
 
@@ -81,6 +82,22 @@ def test_a_population_is_measured_in_a_process_of_its_own():
 
 def test_population_refuses_a_script_that_is_not_there(capsys):
     refused(capsys, population, ["--scripts", "fedavg,nothing"], "--scripts", "nothing.py")
+
+
+def test_processes_take_turns(monkeypatch, capsys):
+    """The ratio is the median of the pairs'."""
+    calls, rates = [], iter([10, 20, 10, 5, 10, 30])
+
+    def measure(ranks, script, flags):
+        calls.append((ranks, script, flags[-2:], flags[-4:-2]))
+        return next(rates), 7
+
+    monkeypatch.setattr(processes, "measure", measure)
+    processes.main(["--script", "moon", "--lr", "0.1"])
+    one, two = [(n, "moon", ["--workers", w], ["--lr", "0.1"]) for n, w in ((1, "2"), (2, "1"))]
+    assert calls == [one, two] * 3
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures == {"workers": 10, "ranks": 20, "ratio": 2, "bytes": 7}
 
 
 @pytest.mark.parametrize(

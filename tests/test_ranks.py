@@ -137,8 +137,7 @@ def test_interrupt(tmp_path):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)  # the pipe is open until all have ended
-    [line] = [text for text in err.splitlines() if ".py: error:" in text]
-    assert "interrupted" in line
+    [line] = [text for text in err.splitlines() if ".py: interrupted" in text]
     assert f"--out {out} --resume" in line
 
 
