@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +83,8 @@ def federated(args, data):
 
     The time is that of training and aggregation.
     """
-    common.load_data = lambda _: data
-    with tempfile.TemporaryDirectory() as out:
+    given = mock.patch.object(common, "load_data", lambda _: data)
+    with tempfile.TemporaryDirectory() as out, given:
         args.rounds = 2
         args.eval_every = 2
         args.out = f"{out}/run"
