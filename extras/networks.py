@@ -162,7 +162,7 @@ def rehearse(method, data, args, net):
     statistics = {k: v.cpu() for k in ("mean", "std") if (v := getattr(data, k)) is not None}
     few = dataclasses.replace(data, **tensors, **statistics, writers=None, writers_test=None)
     args = copy.copy(args)
-    args.quiet = True
+    args.quiet, args.capture = True, False
     args.device, args.batch_size, args.drop_last = "cpu", count, False
     args.local_steps, args.persist_opt, args.deterministic = 1, False, False
     with torch.random.fork_rng([]):

@@ -48,20 +48,20 @@ def test_a_step_that_cannot_be_captured_runs_without(capsys):
 def test_a_run_notes_that_it_has_no_graphs(tmp_path):
     """config.json says so, and a resumed run keeps to it."""
     out = tmp_path / "run"
-    fedavg.main([*TINY, "--out", str(out)])
-    config = json.loads((out / "config.json").read_text())
-    assert config["graph"] is True
-    config["graph"] = False
-    (out / "config.json").write_text(json.dumps(config))
-    seen = []
+    seen, parser = [], common.flags("", "fedavg")
 
     def local_update(worker, *rest):
         seen.append(worker.args.capture)
         yield from fedavg.local_update(worker, *rest)
 
+    common.run(parser.parse_args([*TINY, "--out", str(out)]), local_update)
+    config = json.loads((out / "config.json").read_text())
+    assert config["graph"] is True
+    config["graph"] = False
+    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    seen.clear()
     words = ["--out", str(out), "--resume", "--rounds", "3"]
-    args = common.flags("", "fedavg").parse_args(words)
-    common.run(args, local_update)
+    common.run(parser.parse_args(words), local_update)
     assert set(seen) == {False}
     assert json.loads((out / "config.json").read_text())["graph"] is False
 
