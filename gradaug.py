@@ -102,12 +102,7 @@ def main(argv=None, run=common.run):
     add("--mu", type=common.number(float, 0), help="of each; 0 is FedAvg (default: by --subnets)")
     add("--min-width", type=width, default=0.8, help="least width of a sub-network")
     add("--widths", default="code", choices=["code", "paper"], help="see above")
-    add(
-        "--resolutions",
-        type=common.integers(8, 4096),
-        metavar="PIXELS,...",
-        help="default: by the size",
-    )
+    add("--resolutions", type=common.integers(8, 4096), metavar="PX,...", help="default: by size")
     args = parser.parse_args(argv)
     args.mu = MU.get(args.subnets, 1.0) if args.mu is None else args.mu
     return run(args, local_update)
