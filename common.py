@@ -335,7 +335,7 @@ def train(fed, method, on_round=None):
             keep_round(fed, row)
             bar.set_postfix_str(row_line(row, args))
             say(row_line(row, args))
-            stopped = bool(on_round and on_round(row, fed.net)) or stopped
+            stopped = bool(on_round and on_round(folder.rows[-1], fed.net)) or stopped
             if stopped and row["test_acc"] is not None:
                 folder.checkpoint(fed)
                 break

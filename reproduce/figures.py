@@ -60,7 +60,9 @@ ENGINE_KEYS = {  # of a row; what else is there the method has reported
     *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
     *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema".split(),
     *"acc_last5_mean acc_last5_std val_acc val_loss".split(),
-    *(f"client_acc_{reading}" for reading in ("worst", "best", "p10", "var")),
+    *"client_acc_mean client_acc_std client_acc_worst client_acc_best client_acc_p10".split(),
+    *"client_acc_var personal_acc_std personal_acc_best personal_acc_p10 personal_acc_var".split(),
+    "crc32",
 }
 
 

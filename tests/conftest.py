@@ -54,7 +54,9 @@ def parts_of(args):
 
 def from_shell(script, argv):
     """Call a script's main as its command line does."""
-    with unittest.mock.patch.object(sys, "argv", [script.__file__, *map(str, argv)]):
+    with unittest.mock.patch.object(
+        sys, "argv", [getattr(script, "__file__", "fedavg.py"), *map(str, argv)]
+    ):
         return script.main()
 
 

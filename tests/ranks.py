@@ -36,8 +36,8 @@ import importlib, sys
 import common
 common.GLYPHS = (600, 200)
 for line in open(sys.argv[1]).read().splitlines():
-    name, *argv = line.split()
-    importlib.import_module(name).main(argv)
+    name, *_ = sys.argv = line.split()
+    importlib.import_module(name).main()
 """
 
 

@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, flags, make_folder, refused
+from conftest import TINY, flags, from_shell, make_folder, refused
 from PIL import Image
 
 import common
@@ -258,13 +258,13 @@ def test_unknown_flags_suggest_the_nearest(capsys, argv, meant):
 
 def test_nothing_is_suggested_where_nothing_is_near(capsys):
     with pytest.raises(SystemExit):
-        fedavg.main(["--xyzzy", "a"])
+        from_shell(fedavg, ["--xyzzy", "a"])
     assert capsys.readouterr().err == "fedavg.py: error: unrecognized arguments: --xyzzy a\n"
 
 
 def test_other_commands_suggest_too(capsys):
     with pytest.raises(SystemExit):
-        partition.main(["--client", "5"])
+        from_shell(partition, ["--client", "5"])
     err = capsys.readouterr().err
     assert err.endswith("error: unrecognized arguments: --client 5; did you mean --clients?\n")
 

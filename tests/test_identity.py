@@ -239,7 +239,7 @@ class Script:
     def __init__(self, *functions):
         self.functions = functions
 
-    def main(self, argv):
+    def main(self, argv=None):
         return start(argv, *self.functions)
 
 

@@ -46,8 +46,8 @@ def test_engine_and_resume(tmp_path, monkeypatch, scripts, name):
 
 def states_of(out):
     """Return what each client of a run keeps, {client: state}."""
-    versions = common.load(out / "checkpoint.pt")["clients"]
-    return {k: common.load(out / "states" / f"{k}-{v}.pt") for k, v in versions.items()}
+    table = common.load(out / "checkpoint.pt")["clients"]
+    return {k: common.load(out / "states" / f"{k}-{t}.pt") for k, t, _ in table.tolist()}
 
 
 @pytest.mark.parametrize("name", ["fedper", "ditto"])
