@@ -1547,6 +1547,13 @@ def resnet56(channels, size):
     return he_init(*_resnet(_stem(channels, 16), _bottleneck, (6, 6, 6), 16))
 
 
+def resnet8(channels, size):
+    """He et al.'s 6n+2 layers (CVPR 2016, Sec. 4.2) for n = 1, with stride 2 in front for speed."""
+    conv = _conv(channels, 16, 3, 2)
+    stem = nn.Sequential(conv, nn.BatchNorm2d(16), nn.ReLU())
+    return he_init(*_resnet(stem, _basic, (1, 1, 1), 16))
+
+
 def resnet18(channels, size):
     """ResNet-18 with the ImageNet stem (FedAlign, ImageNet-200)."""
     conv = _conv(channels, 64, 7, 2)
@@ -1612,6 +1619,7 @@ def cnn_mcmahan(channels, size):
 
 NETS = {  # name: a function of (channels, size) that returns blocks and the width of the features
     "resnet56": resnet56,
+    "resnet8": resnet8,
     "resnet18": resnet18,
     "resnet18-gn": resnet18_gn,
     "resnet50": resnet50,
