@@ -79,7 +79,7 @@ def test_what_is_no_file_is_refused(tmp_path, make):
         common.load(tmp_path / "b.pt", "model")
 
 
-@pytest.mark.parametrize("damage", ["shape", "dtype", "number", "name"])
+@pytest.mark.parametrize("damage", ["shape", "dtype"])
 def test_a_stamp_tells_other_shapes_and_types(tmp_path, damage):
     """In a file that is whole by its checksums, as somebody's own program would write it."""
     path = tmp_path / "a.pt"
@@ -92,10 +92,6 @@ def test_a_stamp_tells_other_shapes_and_types(tmp_path, damage):
         net["a"] = net["a"][:1]
     if damage == "dtype":
         net["a"] = net["a"].double()
-    if damage == "number":
-        tree["round"] = 4
-    if damage == "name":
-        net["d"] = net.pop("c")
     torch.save(tree, path)
     assert "not the shapes and types that were saved" in refusal(path)
 
