@@ -465,6 +465,7 @@ def measure_round(fed, received, seconds):
     uploads, size = received.uploads, nbytes(fed.net.state_dict())
     samples = sum(upload.samples for upload in uploads)
     train_loss = sum(float(upload.loss) * upload.samples for upload in uploads) / max(1, samples)
+    report = fed.server.pop("report", {})
     return {
         "round": t,
         **row,
@@ -480,7 +481,7 @@ def measure_round(fed, received, seconds):
         **summary(accuracies([*folder.rows, row])),
         "best_acc": (best_row([*folder.rows, row]) or row)["test_acc"],
         **by_client,
-        **fed.server.pop("report", {}),
+        **{k: v.item() if torch.is_tensor(v) else v for k, v in report.items()},
     }
 
 
@@ -716,7 +717,9 @@ class Client:
     def sum(self, name, tree, sent=True):
         """Send tree to received.sums[name], which adds it up over the round's clients.
 
-        sent: whether its bytes count; not, if the server could work it out from the weights."""
+        sent: whether its bytes count; not, if the server could work it out from the weights.
+        UserError for anything but tensors."""
+        check_leaves(tree, f"client.sum({name!r})")
         self.sums[name] = tree_map(lambda t: t.detach().clone(), tree)
         self.bytes_up += nbytes(tree) if sent else 0
 
@@ -756,6 +759,18 @@ def tree_map(f, tree):
     if isinstance(tree, (list, tuple)):
         return [tree_map(f, v) for v in tree]
     return f(tree) if torch.is_tensor(tree) else tree
+
+
+PLAIN = (int, float, bool, str, type(None))  # what may be kept beside tensors
+
+
+def check_leaves(tree, what, kinds=()):
+    """Raise UserError where a nest of dicts, lists and tuples holds more than tensors and kinds."""
+    if isinstance(tree, (dict, list, tuple)):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            check_leaves(child, f"{what}[{key!r}]", kinds)
+    elif not torch.is_tensor(tree) and type(tree) not in kinds:
+        raise UserError(f"{what}: a {type(tree).__name__} where a tensor should be")
 
 
 def nbytes(tree):
@@ -2236,12 +2251,16 @@ class PlainParser(argparse.ArgumentParser):
         super().__init__(description=doc, allow_abbrev=False, **options)
 
     def error(self, message):
+        end(f"{self.prog}: error: {' '.join(self.hinted(message).split())}", 2)
+
+    def hinted(self, message):
+        """Return a message with the flag that is near to one that is unknown."""
         unknown = re.match(r"unrecognized arguments: --([^ =]+)", message)
         if unknown:
             with contextlib.suppress(ModuleNotFoundError):  # where extras/ was not copied
                 suggestion = importlib.import_module("extras.spellings").suggestion
                 message += suggestion(unknown[1], self._option_string_actions)
-        end(f"{self.prog}: error: {' '.join(message.split())}", 2)
+        return message
 
 
 class Parser(PlainParser):
@@ -2259,7 +2278,7 @@ class Parser(PlainParser):
     def error(self, message):
         if self.shell:
             super().error(message)
-        raise UserError(message) from None
+        raise UserError(self.hinted(message)) from None
 
     def parse_args(self, argv=None):
         self.shell = argv is None
@@ -2836,6 +2855,7 @@ class States:
         """Write the state that client k leaves in round t. Return its version, None without one."""
         if not state and k not in self.versions:
             return None
+        check_leaves(state, "client.state", PLAIN)
         with packed(state).getbuffer() as content:
             version = t, zlib.crc32(content)
             write_atomically(self.path(k, version), content, sync=False)
@@ -3062,6 +3082,7 @@ class RunFolder:
         """Commit the state of fed after the last appended row.
 
         The checkpoint names the files of client states that count, which are there by then."""
+        check_leaves(fed.server, "server", PLAIN)
         self.states.sync()
         state = {
             "script": self.script,

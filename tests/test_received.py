@@ -211,3 +211,37 @@ def test_own_table_of_floats_passes_through(tmp_path):
     out = ["--quiet", "--device", "cpu", "--out", str(tmp_path / "run")]
     _, rows = fedavg.main([*argv, *out], run=run)
     assert rows[-1]["test_acc"] > 80
+
+
+@pytest.mark.parametrize(
+    "tree", [1.0, np.ones(2), {"n": 1.0, "t": torch.ones(1)}, [torch.ones(1), 2]]
+)
+def test_only_tensors_are_summed(tree):
+    with pytest.raises(common.UserError, match="client.sum.'a'.*where a tensor should be"):
+        common.Client(0, np.arange(3)).sum("a", tree)
+
+
+@pytest.mark.parametrize("place", ["server", "client.state"])
+@pytest.mark.parametrize("value", [np.ones(3), np.float64(2), {1, 2}])
+def test_what_cannot_be_kept_is_named(tmp_path, place, value):
+    """When it is written, and not when the run is to be resumed."""
+
+    def local_update(worker, client, server, args):
+        yield from fedavg.local_update(worker, client, server, args)
+        (server if place == "server" else client.state)["mine"] = [torch.ones(1), value]
+
+    args = common.flags("", "x").parse_args([*TINY, "--workers", "1", "--out", str(tmp_path / "a")])
+    with pytest.raises(
+        common.UserError, match=rf"{place}\['mine'\]\[1\]: a {type(value).__name__} "
+    ):
+        common.run(args, local_update)
+
+
+def test_a_report_may_be_a_tensor(tmp_path):
+    def aggregate(net, received, server, args):
+        common.average(net, received, server, args)
+        server["report"] = {"a": torch.tensor(2.5), "b": 3}
+
+    args = common.flags("", "x").parse_args([*TINY, "--out", str(tmp_path / "a")])
+    _, rows = common.run(args, fedavg.local_update, aggregate)
+    assert (rows[-1]["a"], rows[-1]["b"]) == (2.5, 3)
