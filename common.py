@@ -269,6 +269,9 @@ def check_before_data(args, adapt, net):
     data = argparse.Namespace(x=x, y=y, classes=classes, words=words)
     args = argparse.Namespace(**vars(args))
     args.vectors = "random"  # of 300 numbers: reading a file of them takes long
+    args.quiet = True  # what is said of --init is said once, behind the data
+    if args.dataset not in SHAPES:
+        args.init = None  # whose shapes are those of the data
     net = prepare_net(data, args, adapt, net)
     most_steps([range(max(2, args.batch_size))], net, args)
 

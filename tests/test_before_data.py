@@ -96,6 +96,21 @@ def test_what_may_go_on_to_the_data(tmp_path, script, argv):
         SCRIPTS[script].main([*TINY, "--out", str(tmp_path / "run"), *argv.split()])
 
 
+@pytest.mark.parametrize("dataset", ["folder", "glyphs"])
+def test_init_is_not_judged_by_a_stand_in(tmp_path, capsys, monkeypatch, dataset):
+    """Of a folder's images the shapes are not known before; of known ones one line is said once."""
+    monkeypatch.undo()
+    folder = make_folder(tmp_path / "images", (28, 28))
+    classes, size = (2, 28) if dataset == "folder" else (10, 32)
+    torch.save(common.build_net("cnn", classes, 3, size).state_dict(), tmp_path / "init.pt")
+    words = [*TINY, "--dataset", dataset, "--data-dir", folder, "--init", tmp_path / "init.pt"]
+    words += ["--clients", "1", "--partition", "iid", "--rounds", "1", "--local-steps", "1"]
+    words = [str(word) for word in words if word != "--quiet"]
+    SCRIPTS["fedavg"].main([*words, "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().err.count("its classifier is of another shape")
+    assert said == (dataset == "glyphs")
+
+
 def test_own_data_and_networks_are_looked_at_themselves(tmp_path):
     """Whatever the flags of data sets say, whose defaults are FedAlign's."""
     x, y = torch.randint(0, 256, (60, 1, 28, 28), dtype=torch.uint8), torch.arange(60) % 3
