@@ -293,7 +293,7 @@ def prepare_net(data, args, adapt=None, net=None):
     if not all(p.requires_grad for p in net.parameters()):
         raise UserError("net: has frozen parameters, and methods train all of them")
     if args.init:
-        extra("networks", "--init").load_init(net, args.init, args.quiet)
+        extra("networks", "--init").load_init(net, args)
     if adapt:
         adapt(net, args)
     return net.to(data.y.device, memory_format=torch.channels_last).eval()
@@ -2577,12 +2577,12 @@ def add_machine_flags(add):
 
 def check_files(args):
     """Raise UserError where a flag names a file that is not there; note the digest of --init."""
-    for flag in ("vectors", "split_file", "init"):
+    for flag in ("vectors", "split_file"):
         path = getattr(args, flag)
         if path and (flag, path) != ("vectors", "random") and not pathlib.Path(path).is_file():
             raise UserError(f"--{flag.replace('_', '-')} {path}: no such file")
     if args.init:
-        args.init_sha256 = extra("networks", "--init").file_digest(args.init)
+        extra("networks", "--init").note_init(args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2784,8 +2784,9 @@ def check_resumed(args, flags):
     """Raise UserError where args would not continue the run that was begun with flags."""
     for k, v in flag_values(args).items():
         if k not in FREE_ON_RESUME and k in flags and v != flags[k]:
+            flag = k.removesuffix("_sha256").replace("_", "-")
             raise UserError(
-                f"argument --{k.replace('_', '-')}: {v} differs from the {flags[k]} of the run in "
+                f"argument --{flag}: {v} differs from the {flags[k]} of the run in "
                 f"{args.out}; leave it out, or start a new run with another --out"
             )
     if args.rounds < flags["rounds"]:

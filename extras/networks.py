@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import pathlib
 import sys
 from collections import OrderedDict
 
@@ -106,11 +107,30 @@ def _classifier(block, name):
 # --- saved weights
 
 
-def load_init(net, path, quiet):
-    """Load the weights of --init, a state_dict, into net.
+def note_init(args):
+    """Note the digest of --init's file in args; UserError if there is none.
 
-    The classifier, net's last block, may be of another shape: it then stays as it is, which a line
-    on stderr says unless quiet. UserError for what does not fit."""
+    A run that goes on from its checkpoint has no need of the file."""
+    if not _resumes(args):
+        if not pathlib.Path(args.init).is_file():
+            raise UserError(f"--init {args.init}: no such file")
+        args.init_sha256 = file_digest(args.init)
+
+
+def _resumes(args):
+    """Return whether the weights to go on from are a checkpoint's."""
+    return args.resume and pathlib.Path(args.out, "checkpoint.pt").exists()
+
+
+def load_init(net, args):
+    """Load the weights of --init, a state_dict, into net, but not to go on from a checkpoint.
+
+    The classifier, net's last block, may be of another shape: it then stays as it is, which
+    args.init_classifier notes for config.json, and a line on stderr says unless args.quiet.
+    UserError for what does not fit."""
+    if _resumes(args):
+        return
+    path = args.init
     weights, own = common.load(path, "state_dict"), net.state_dict()
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError(f"--init {path}: not a state_dict, {{name: tensor}}")
@@ -126,9 +146,11 @@ def load_init(net, path, quiet):
             raise UserError(f"--init {path}: {k!r} is of shape {found}, not {wanted}")
     if any(not v.isfinite().all() for v in kept.values() if v.is_floating_point()):
         raise UserError(f"--init {path}: holds NaN or infinity")
-    if len(kept) < len(own) and not quiet:
+    if len(kept) < len(own):
+        args.init_classifier = "as drawn"
         message = "its classifier is of another shape; ours starts as drawn"
-        print(f"--init {path}: {message}", file=sys.stderr)
+        if not args.quiet:
+            print(f"--init {path}: {message}", file=sys.stderr)
     common.load_weights(net, own | kept)
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -348,10 +349,35 @@ def test_init_starts_from_the_weights(tmp_path, monkeypatch):
     assert config["flags"]["init"] == str(path)
     assert config["flags"]["init_sha256"] == networks.file_digest(path)
     path.write_bytes((tmp_path / "c" / "model.pt").read_bytes())
-    with pytest.raises(common.UserError, match="--init-sha256"):  # other weights of that name
-        fedavg.main(["--out", str(tmp_path / "b"), "--resume", "--rounds", "3"])
     path.unlink()
     assert same(open_run(tmp_path / "b").net.state_dict(), weights)
+
+
+def test_a_run_goes_on_without_the_file_of_init(tmp_path):
+    """From its checkpoint; one that was killed before the first wants the same file."""
+    path = tmp_path / "init.pt"
+    torch.manual_seed(5)
+    torch.save(common.build_net("cnn", 10).state_dict(), path)
+    words = [*TINY, "--init", str(path), "--local-steps", "2"]
+    whole = fedavg.main([*words, "--rounds", "3", "--out", str(tmp_path / "a")])[0].state_dict()
+    fedavg.main([*words, "--out", str(tmp_path / "b")])
+    kept = path.read_bytes()
+    path.unlink()
+    on = ["--resume", "--rounds", "3", "--out"]
+    assert same(fedavg.main([*on, str(tmp_path / "b")])[0].state_dict(), whole)
+    (tmp_path / "b" / "config.json").rename(tmp_path / "config.json")
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "b" / "states").mkdir(parents=True)
+    (tmp_path / "config.json").rename(tmp_path / "b" / "config.json")
+    with pytest.raises(common.UserError, match="--init .*: no such file"):
+        fedavg.main([*on, str(tmp_path / "b")])
+    torch.save(common.build_net("cnn", 62).state_dict(), path)
+    with pytest.raises(common.UserError, match="argument --init: .* differs from"):
+        fedavg.main([*on, str(tmp_path / "b")])
+    path.write_bytes(kept)
+    assert same(fedavg.main([*on, str(tmp_path / "b")])[0].state_dict(), whole)
+    configs = [json.loads((tmp_path / k / "config.json").read_text()) for k in "ab"]
+    assert [config["flags"]["init_classifier"] for config in configs] == ["as drawn"] * 2
 
 
 def test_a_classifier_of_other_classes_stays_as_drawn(tmp_path, capsys):
