@@ -27,8 +27,9 @@ def blocks(module, names):
 
     module: its forward takes one tensor, and torch.fx can trace it. names: of its parts, in the
     order in which they run, the last of them its last linear layer, which runs alone: "layer1",
-    "layer1.0.conv2". What runs before the first of them is the block "stem". The parameters are
-    module's own, not copies. UserError where it cannot be cut so."""
+    "layer1.0.conv2". What runs before the first of them is the block "stem", or "stem_" where a
+    named part is called so. The parameters are module's own, not copies. UserError where it cannot
+    be cut so."""
     graph = _trace(module)
     nodes = list(graph.nodes)
     starts = [_start(nodes, name) for name in names]
@@ -36,12 +37,17 @@ def blocks(module, names):
         raise UserError("blocks: name at least one part, and each behind those that run before it")
     places = {node: i for i, node in enumerate(nodes)}
     cuts = [1, *starts, len(nodes) - 1]  # of placeholder and output there is one each
+    keys, stem = [name.replace(".", "_") for name in names], "stem"
+    while stem in keys:
+        stem += "_"
+    if len(set(keys)) < len(keys):
+        same = [name for name, key in zip(names, keys) if keys.count(key) > 1]
+        raise UserError(f"blocks: {' and '.join(same)} give blocks of one name; cut at one of them")
     found = OrderedDict()
-    for name, begin, end in zip(["stem", *names], cuts, cuts[1:]):
+    for key, name, begin, end in zip([stem, *keys], ["stem", *names], cuts, cuts[1:]):
         if begin < end:
-            found[name.replace(".", "_")] = _block(module, nodes, places, begin, end, name)
-    last = names[-1].replace(".", "_")
-    found[last] = _classifier(found[last], names[-1])
+            found[key] = _block(module, nodes, places, begin, end, name)
+    found[keys[-1]] = _classifier(found[keys[-1]], names[-1])
     return nn.Sequential(found)
 
 
@@ -99,6 +105,10 @@ def _classifier(block, name):
     layer = block.get_submodule(name) if calls[0].op == "call_module" else None
     if len(calls) != 1 or not isinstance(layer, nn.Linear):
         raise UserError(f"blocks: {name!r} is not a linear layer that runs last and alone")
+    if not {"weight", "bias"} <= layer._parameters.keys():
+        raise UserError(
+            f"blocks: {name!r} makes its weights of others, as by weight_norm; undo that"
+        )
     last = common.Classifier(layer.in_features, layer.out_features, layer.bias is not None)
     last.weight, last.bias = layer.weight, layer.bias
     return last

@@ -169,9 +169,36 @@ class Branches(Moody):
         return self.b(self.a(x)) if x.sum() > 0 else self.b(x)
 
 
+class Named(nn.Module):
+    """Has the parts stem, not the first, and body.0 beside body_0."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.stem, self.fc = (nn.Linear(4, 4) for _ in range(3))
+        self.body, self.body_0 = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.body_0(self.body(self.stem(self.first(x)))))
+
+
+def test_a_part_that_is_called_stem():
+    module, x = Named(), torch.randn(3, 4)
+    net = common.blocks(module, ["stem", "body", "fc"])
+    assert [name for name, _ in net.named_children()] == ["stem_", "stem", "body", "fc"]
+    assert torch.equal(net(x), module(x))
+
+
+def weight_normed():
+    module = Named()
+    nn.utils.parametrizations.weight_norm(module.fc)
+    return module
+
+
 @pytest.mark.parametrize(
     "module, names, words",
     [
+        (Named(), ["body.0", "body_0", "fc"], "body.0 and body_0 give blocks of one name"),
+        (weight_normed(), ["stem", "fc"], "'fc' makes its weights of others"),
         (Skips(), ["c", "d"], "'c' cannot begin a block: b, a go past it"),
         (Skips(), ["c", "a"], "behind those that run before"),
         (Skips(), ["e"], "'e' names no part"),
