@@ -262,14 +262,15 @@ def check_before_data(args, adapt, net):
         extra(EXTRA_DATASETS[args.dataset], f"--dataset {args.dataset}")
     check_widths(args)
     classes, channels, size = SHAPES.get(args.dataset, (2, 3, 64))
-    check_normalise(args.normalise, channels)
+    if args.normalise != "dataset":
+        extra("images", f"--normalise {args.normalise}").check_normalise(args.normalise, channels)
     size = args.image_size or size
     words = ["word"] if args.dataset == "sent140" else None
     x, y = torch.empty(0, channels, size, size), torch.empty(0)
     data = argparse.Namespace(x=x, y=y, classes=classes, words=words)
     args = argparse.Namespace(**vars(args))
     args.vectors = "random"  # of 300 numbers: reading a file of them takes long
-    args.quiet = True  # what is said of --init is said once, behind the data
+    args.quiet = True  # what is said of --init is said behind the data
     if args.dataset not in SHAPES:
         args.init = None  # whose shapes are those of the data
     net = prepare_net(data, args, adapt, net)
@@ -2010,12 +2011,6 @@ def file_status(path):
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{path}: not a regular file")
     return status
-
-
-def check_normalise(normalise, channels):
-    """Raise UserError where --normalise is for images of other channels."""
-    if normalise == "cifar10" and channels != 3:
-        raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
 
 
 def _torchvision(name, root):

@@ -160,12 +160,18 @@ def _scaling(size):
     return lambda image: image.resize((size, size), Image.Resampling.BILINEAR)
 
 
+def check_normalise(normalise, channels):
+    """Raise UserError where --normalise is for images of other channels."""
+    if normalise == "cifar10" and channels != 3:
+        raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
+
+
 def with_statistics(data, normalise):
     """Return data with the mean and std that --normalise, half or cifar10, asks for."""
     channels = data.x.shape[1]
     if normalise == "half":
         return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
-    common.check_normalise(normalise, channels)
+    check_normalise(normalise, channels)
     mean, std = common.STATISTICS["cifar10"]
     return dataclasses.replace(data, mean=mean, std=std)
 
