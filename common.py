@@ -712,11 +712,11 @@ class Client:
 
     def receives(self, part):
         """Count part (tensors, or a number of bytes) as all that it receives of the model."""
-        self.model["down"] = part if isinstance(part, int) else nbytes(part)
+        self.model["down"] = part_bytes(part)
 
     def sends(self, part):
         """Count part (tensors, or a number of bytes) as all that it sends of the model."""
-        self.model["up"] = part if isinstance(part, int) else nbytes(part)
+        self.model["up"] = part_bytes(part)
 
     def sum(self, name, tree, sent=True):
         """Send tree to received.sums[name], which adds it up over the round's clients.
@@ -780,6 +780,15 @@ def check_leaves(tree, what, kinds=()):
 def nbytes(tree):
     """Return the bytes of all tensors in a nest of dicts, lists and tuples."""
     return sum(t.numel() * t.element_size() for t in tensors_in(tree))
+
+
+def part_bytes(part):
+    """Return the bytes of part, tensors or how many they are; UserError for anything else."""
+    if torch.is_tensor(part) or isinstance(part, (dict, list, tuple)):
+        return nbytes(part)
+    if type(part) is bool or not isinstance(part, (int, np.integer)) or part < 0:
+        raise UserError(f"client.sends, receives: {part!r} is no tensors and no number of bytes")
+    return int(part)
 
 
 def channels_last(x):

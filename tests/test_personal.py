@@ -179,6 +179,22 @@ def test_a_part_of_the_model_is_counted(tmp_path):
     assert row["bytes_down"] == 28 + 3 * size
 
 
+@pytest.mark.parametrize("part, size", [(np.int64(500), 500), (0, 0), ([], 0)])
+def test_numbers_of_bytes(part, size):
+    client = common.Client(0, np.arange(4))
+    client.sends(part)
+    client.receives(part)
+    assert client.model == {"up": size, "down": size}
+
+
+@pytest.mark.parametrize("part", [0.1 * 500, True, -5, np.bool_(True), None, "500"])
+def test_what_is_no_number_of_bytes(part):
+    client = common.Client(0, np.arange(4))
+    for count in (client.sends, client.receives):
+        with pytest.raises(common.UserError, match="no number of bytes"):
+            count(part)
+
+
 def test_a_name_that_the_network_lacks(tmp_path):
     def local_update(worker, client, server, args):
         yield from fedavg.local_update(worker, client, server, args)
