@@ -1,6 +1,7 @@
 """FedMLB's and rFedAvg's partitions, those by writer and from a file, and clients' test sets."""
 
 import ast
+import copy
 import bisect
 import dataclasses
 import json
@@ -316,21 +317,35 @@ def personal_hits(fed, hits):
     """Return which test samples are right, each by the network of the client whose it is.
 
     That is the global network with the weights in client.state["personal"], or without where a
-    client has none. Samples that are no client's are as in hits."""
+    client has none. Samples that are no client's are as in hits. UserError for weights that are not
+    the network's."""
     net, weights, found = common.copy_net(fed.net), fed.net.state_dict(), hits.clone()
     for client, test in enumerate(fed.tests):
         personal = fed.folder.states.read(client).get("personal")
         if personal is None or not len(test):
             continue
-        if unknown := personal.keys() - weights.keys():
-            raise KeyError(f"client.state['personal']: the network has no {min(unknown)!r}")
+        _check_personal(personal, weights)
         common.load_weights(net, weights | personal)
         index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
         x, y = (t[index.to(t.device)] for t in (fed.data.x_test, fed.data.y_test))
-        data = dataclasses.replace(fed.data, x_test=x, y_test=y)
+        data = copy.copy(fed.data)  # which is not looked over again for each client
+        data.x_test, data.y_test = x, y
         common.evaluate(net, data, fed.args, fed.pool.map, right)
         found[index] = right
     return found
+
+
+def _check_personal(personal, weights):
+    """Raise UserError where a client's own weights are not some of the network's, by name."""
+    if not isinstance(personal, dict):
+        raise UserError("client.state['personal']: must be {name: tensor}, as of a state_dict")
+    for name, value in personal.items():
+        if name not in weights:
+            raise UserError(f"client.state['personal']: the network has no {name!r}")
+        if getattr(value, "shape", None) != weights[name].shape:
+            found = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+            what = f"{name!r} is {found}, not {tuple(weights[name].shape)}"
+            raise UserError(f"client.state['personal']: {what}")
 
 
 def client_summary(hits, tests, name="client_acc"):

@@ -195,11 +195,32 @@ def test_what_is_no_number_of_bytes(part):
             count(part)
 
 
-def test_a_name_that_the_network_lacks(tmp_path):
+@pytest.mark.parametrize(
+    "personal, words",
+    [
+        ({"head": torch.zeros(1)}, "no 'head'"),
+        ({"classifier.bias": torch.zeros(1)}, r"'classifier.bias' is \(1,\), not \(62,\)"),
+        ({"classifier.bias": 3}, "'classifier.bias' is int, not"),
+        ([torch.zeros(62)], "must be {name: tensor}"),
+    ],
+)
+def test_weights_that_are_not_the_network_s(tmp_path, personal, words):
     def local_update(worker, client, server, args):
         yield from fedavg.local_update(worker, client, server, args)
-        client.state["personal"] = {"head": torch.zeros(1)}
+        client.state["personal"] = personal
 
     args = flags("--client-test", "--rounds", "1", "--out", str(tmp_path / "run"))
-    with pytest.raises(KeyError, match="no 'head'"):
+    with pytest.raises(common.UserError, match=words):
         common.run(args, local_update)
+
+
+def test_data_are_not_looked_over_for_each_client(tmp_path, monkeypatch, scripts):
+    looks, check = [], common.Data._check
+    monkeypatch.setattr(common.Data, "_check", lambda data: looks.append(1) or check(data))
+    counts = []
+    for rounds in ("1", "2"):
+        looks.clear()
+        words = ["--rounds", rounds, "--local-steps", "1", "--out", str(tmp_path / rounds)]
+        scripts["fedper"].main([*TINY, "--client-test", *words])
+        counts.append(len(looks))
+    assert counts[0] == counts[1]
