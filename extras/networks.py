@@ -186,13 +186,15 @@ def tried(make_net, method):
 def rehearse(method, data, args, net):
     """Raise UserError where a method cannot train net (None: the one that args name) on data.
 
+    Mistakes in the method's own code, such as a name that is not defined, are raised as they are.
     One step on a few samples, on the CPU, on copies: torch's random numbers are as before."""
     if data.paths:  # whose images are not here
         return
     count = min(4, len(data.y))
     tensors = {k: getattr(data, k)[:4].cpu() for k in ("x", "y", "x_test", "y_test")}
     statistics = {k: v.cpu() for k in ("mean", "std") if (v := getattr(data, k)) is not None}
-    few = dataclasses.replace(data, **tensors, **statistics, writers=None, writers_test=None)
+    writers = {k: v[:4] for k in ("writers", "writers_test") if (v := getattr(data, k)) is not None}
+    few = dataclasses.replace(data, **tensors, **statistics, **writers)
     args = copy.copy(args)
     args.quiet, args.capture = True, False
     args.device, args.batch_size, args.drop_last = "cpu", count, False
@@ -212,8 +214,10 @@ def rehearse(method, data, args, net):
                 pass
         except UserError:
             raise
-        except Exception as e:  # whatever a method may do with a network that is not made for it
-            if isinstance(e, MemoryError) or "allocate memory" in str(e):
+        except (RuntimeError, IndexError, ValueError, AttributeError) as e:  # as of shapes
+            parts = {f"'{type(module).__name__}'" for module in net.modules()}
+            own = isinstance(e, AttributeError) and str(e).split(" ")[0] not in parts
+            if own or "allocate memory" in str(e):
                 raise
             why = str(e).splitlines()[0] if str(e) else type(e).__name__
             has_not = f"; the network has no {', no '.join(lacks)}" if lacks else ""

@@ -1,5 +1,6 @@
 """Own networks: modules cut into blocks, saved weights, and what a method misses in one line."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -343,19 +344,49 @@ def test_the_trial_changes_nothing(tmp_path, monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_mistake_of_a_method_keeps_its_cause(tmp_path):
-    """A bug in one's own local_update is the cause of the one line."""
+BUGS = {
+    AttributeError: lambda worker, x: worker.nett(x),
+    NameError: lambda worker, x: nett(x),  # noqa: F821
+    TypeError: lambda worker, x: worker.net(),
+    KeyError: lambda worker, x: {}["net"],
+}
+
+
+@pytest.mark.parametrize("kind, bug", BUGS.items())
+def test_a_mistake_of_a_method_is_raised_as_it_is(tmp_path, kind, bug):
+    """Such a bug in one's own local_update is not the network's fault."""
 
     def local_update(worker, client, server, args):
-        def step(x, y):
-            return worker.nett(x)
-
-        yield step
+        yield lambda x, y: bug(worker, x)
 
     args = common.flags("test", "mine").parse_args([*BARE, "--out", str(tmp_path / "run")])
-    with pytest.raises(common.UserError, match="mine.py cannot train it: .*nett") as error:
+    with pytest.raises(kind) as error:
         common.run(args, local_update, data=data_of(), net=cut_module())
-    assert isinstance(error.value.__cause__, AttributeError)
+    assert not isinstance(error.value, common.UserError)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shape_that_does_not_fit_keeps_its_cause(tmp_path):
+    def local_update(worker, client, server, args):
+        yield lambda x, y: F.cross_entropy(worker.net(x), y[1:])
+
+    args = common.flags("test", "mine").parse_args([*BARE, "--out", str(tmp_path / "run")])
+    with pytest.raises(common.UserError, match="mine.py cannot train it: .*batch_size") as error:
+        common.run(args, local_update, data=data_of(), net=cut_module())
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_the_trial_knows_who_made_the_samples():
+    seen = []
+
+    def local_update(worker, client, server, args):
+        seen.append(worker.data.writers.tolist())
+        yield from fedavg.local_update(worker, client, server, args)
+
+    data = dataclasses.replace(data_of(), writers=torch.arange(40).numpy() // 2)
+    method = common.Method(local_update, common.average)
+    networks.rehearse(method, data, common.args_for(fedavg), cut_module())
+    assert seen == [[0, 0, 1, 1]]
 
 
 # --- --init
