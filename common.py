@@ -2230,8 +2230,7 @@ DATASETS = "cifar100 cifar10 mnist emnist femnist tiny-imagenet imagenet-200 sen
 AUGMENT_HELP = "none, or a list of crop, flip, rotateDEGREES; auto: crop,flip but for characters"
 NATURAL = ("natural", "natural-iid")  # partitions that ask who made each sample
 # Flags that may change when a run is resumed; all others decide the result
-FREE_ON_RESUME = "rounds out resume quiet data_dir checkpoint_every save_clients workers"
-FREE_ON_RESUME = set(FREE_ON_RESUME.split())
+FREE_ON_RESUME = {*"rounds out resume quiet data_dir checkpoint_every save_clients workers".split()}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -2293,6 +2292,8 @@ class Parser(PlainParser):
             if argv.script != self.script:
                 self.error(f"these are flags of {argv.script}.py")
             return argv
+        if isinstance(argv, dict):  # flags by name, of args_for()
+            argv = extra("own", "args_for").words(self, argv)
         words = [canonical(word) for word in (sys.argv[1:] if self.shell else argv)]
         try:
             if "--resume" in words:  # first, for the record may have flags that are required

@@ -11,19 +11,32 @@ from common import UserError
 
 
 def args_for(script, values):
-    """Return the parsed flags of a script, a module; see common.args_for()."""
-    known, words = common.flags("", script.__name__)._option_string_actions, []
+    """Return the parsed flags of script, a module; see common.args_for()."""
+    return script.main(values, run=lambda args, *_, **__: args)
+
+
+def words(parser, values):
+    """Return the words of a command line with values, {name: value}, for a script's own parser.
+
+    A flag without a value takes True or False, and no other does; None is the default. UserError
+    for what does not go together; names that are no flags are left to the parser."""
+    found = []
     for name, value in values.items():
         flag = common.canonical(f"--{name}")
-        off = f"--no-{flag[2:]}"
-        if value is True:
-            words.append(flag)
-        elif value is False:  # the default of a flag that can only be switched on
-            words += [off] if off in known or flag not in known else []
-        elif value is not None:
+        action = parser._option_string_actions.get(flag)
+        switch = action is not None and action.nargs == 0
+        if value is None:
+            continue
+        if action and switch != isinstance(value, bool):
+            takes = "True or False" if switch else "a value"
+            parser.error(f"argument {flag}: takes {takes}, not {value!r}")
+        if switch:
+            off = f"--no-{flag[2:]}".replace("--no-no-", "--")
+            found += [flag] if value else {off} & {*action.option_strings}  # or is off by default
+        else:
             listed = isinstance(value, (list, tuple))
-            words.append(f"{flag}={','.join(map(str, value)) if listed else value}")
-    return script.main(words, run=lambda args, *_, **__: args)
+            found.append(f"{flag}={','.join(map(str, value)) if listed else value}")
+    return found
 
 
 def note(args, data, net):

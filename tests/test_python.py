@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 
 import pytest
 import torch
@@ -79,6 +80,33 @@ def test_args_for_are_the_words_flags():
     assert common.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
     assert common.args_for(moon, model="cnn").projection == 0
     assert common.args_for(moon, model="resnet56").projection == 256
+
+
+@pytest.mark.parametrize(
+    "values, takes",
+    [
+        ({"lr": False}, "a value, not False"),
+        ({"mu": True}, "a value, not True"),
+        ({"graph": 0}, "True or False, not 0"),
+        ({"quiet": 1}, "True or False, not 1"),
+    ],
+)
+def test_args_for_tells_switches_from_values(values, takes):
+    [name] = values
+    with pytest.raises(common.UserError, match=f"argument --{name}: takes {takes}"):
+        common.args_for(fedalign, **values)
+
+
+def test_args_for_asks_the_script_s_own_parser():
+    def main(argv=None, run=None):
+        parser = common.flags("mine", "mine")
+        parser.add_argument("--own", action="store_true")
+        return run(parser.parse_args(argv))
+
+    script = types.SimpleNamespace(main=main, __name__="mine")
+    assert [common.args_for(script, own=on).own for on in (True, False)] == [True, False]
+    assert common.args_for(script, no_graph=False).graph is True
+    assert common.args_for(script, no_graph=True).graph is False
 
 
 @pytest.mark.parametrize("values", [{"client": 4}, {"mu": "x"}, {"tau": 1}, {"leek": False}])
