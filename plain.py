@@ -85,6 +85,8 @@ def train(worker, client, server, args, local_update):
 
 def run(args, local_update, aggregate=None, after_round=None, adapt=None, data=None, net=None):
     """Train a federation as common.run() does. Return the global network and (round, %, loss)s."""
+    args = copy.copy(args)
+    args.resume = False  # it begins anew
     common.note_own(args, data, net)
     torch.set_num_threads(common.Pool.plan(args)[1])  # as the engine's: sums depend on it
     data = common.load_data(args) if data is None else common.hold_out(data, args)

@@ -13,6 +13,7 @@ import common
 import fedalign
 import fedavg
 import moon
+import plain
 import scaffold
 
 MISTAKES = [
@@ -128,6 +129,14 @@ def test_main_takes_args_for(tmp_path):
     assert vars(args) == before  # the run notes nothing in them
     with pytest.raises(common.UserError, match="flags of scaffold.py"):
         moon.main(args)
+
+
+def test_plain_leaves_its_args_alone():
+    net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(3 * 32 * 32, 62))
+    args = common.flags("x", "x").parse_args([*TINY, "--rounds", "1", "--local-steps", "1"])
+    before = dict(vars(args))
+    plain.run(args, fedavg.local_update, net=net)
+    assert vars(args) == before
 
 
 def test_on_round_sees_each_row_and_the_network(tmp_path):
