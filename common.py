@@ -269,8 +269,7 @@ def check_before_data(args, adapt, net):
     x, y = torch.empty(0, channels, size, size), torch.empty(0)
     data = argparse.Namespace(x=x, y=y, classes=classes, words=words)
     args = argparse.Namespace(**vars(args))
-    args.vectors = "random"  # of 300 numbers: reading a file of them takes long
-    args.quiet = True  # what is said of --init is said behind the data
+    args.vectors, args.quiet = "random", True  # a file of vectors takes long to read
     if args.dataset not in SHAPES:
         args.init = None  # whose shapes are those of the data
     net = prepare_net(data, args, adapt, net)
@@ -1883,6 +1882,8 @@ class Data:
         for x in (self.x, self.x_test):
             if (x.shape[1:], x.dtype) != (self.x.shape[1:], self.x.dtype):
                 raise UserError("data: x_test must be of the shape and type of x, but for length")
+            if x.dtype == torch.bool or (x.is_floating_point() and not x.isfinite().all()):
+                raise UserError("data: samples must be finite numbers, not bool, NaN or infinity")
             if x.ndim < 1 + (x.dtype == torch.uint8):
                 raise UserError("data: uint8 samples have channels, (samples, channels, ...)")
         train = len(self.paths) if self.paths else len(self.x)

@@ -97,6 +97,8 @@ def _read(dataset, name):
     for i in range(len(dataset)):
         try:
             sample, label = dataset[i]
+            if getattr(label, "dtype", None) in (torch.float16, torch.float32, torch.float64):
+                raise TypeError(f"its y is a {label.dtype}; y.long() makes integers")
             sample, y[i] = _tensor(sample), operator.index(label)
         except (TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"Data.of: {name}[{i}] is no (x, integer y): {e}") from e

@@ -100,6 +100,9 @@ X = torch.zeros(6, 4)
         ((X, Y, X[:, :3], Y), "shape and type of x"),
         ((X, Y, X.byte(), Y), "shape and type"),
         ((torch.zeros(6).byte(), Y, torch.zeros(6).byte(), Y), "channels"),
+        ((X > 0, Y, X > 0, Y), "finite numbers, not bool"),
+        ((X.float() / 0, Y, X.float(), Y), "not bool, NaN"),
+        ((X.float(), Y, X.float() + float("inf"), Y), "NaN or infinity"),
     ],
 )
 def test_bad_tensors(fields, words):
@@ -207,6 +210,7 @@ GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
         ([*GOOD, (torch.zeros(4), 0)], r"train\[2\] is \(4,\) .* train\[0\] is \(3,\)"),
         ([*GOOD, (torch.zeros(3).long(), 0)], r"train\[2\] is \(3,\) torch.int64"),
         ([*GOOD, (torch.zeros(3), 0.5)], r"train\[2\] is no \(x, integer y\)"),
+        ([*GOOD, (torch.zeros(3), torch.tensor(1.0))], r"train\[2\] .* a torch.float32; y.long"),
         ([*GOOD, torch.zeros(3)], r"train\[2\] is no \(x, integer y\)"),
         ([*GOOD, (torch.zeros(3), -1)], "labels must be integers"),
     ],
