@@ -16,6 +16,7 @@ MEANT = {  # by flags of other names elsewhere, which are not taken but suggeste
     "local-bs": "batch-size",
     "frac": "sample",
     "join-ratio": "sample",
+    "clients-per-round": "sample",
     "gpu": "device",
     "cuda": "device",
     "arch": "model",

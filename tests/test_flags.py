@@ -243,6 +243,7 @@ MEANT = [
     ("--bs 5", "--batch-size"),
     ("--frac 0.1", "--sample"),
     ("--arch cnn", "--model"),
+    ("--clients-per-round 10", "--sample"),
     ("--global_rounds 5", "--rounds"),
     ("--client 5", "--clients"),
     ("--dirichlet_alpah 5", "--alpha"),
