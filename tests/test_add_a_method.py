@@ -74,6 +74,23 @@ def test_fednova_by_the_formula(tmp_path, fednova):
     assert row["effective_steps"] == pytest.approx(total)
 
 
+def test_a_client_without_a_step_weighs_none(fednova):
+    """In a loop that gives it a share: a_k = 0, and no drift."""
+    args, data = flags("--drop-last"), common.glyphs()
+    client = common.Client(0, torch.arange(20).numpy(), weight=0.5)
+    net = common.prepare_net(data, args)
+    worker = plain.Worker(net, data, args, client, {"round": 1})
+    plain.train(worker, client, {"round": 1}, args, fednova.local_update)
+    assert client.sums["a"].item() == 0
+    assert not any(d.any() for d in client.sums["d"])
+
+
+@pytest.mark.parametrize("flag, value", [("--persist-opt", []), ("--optimizer", ["adam"])])
+def test_fednova_refuses_by_the_flag_s_name(fednova, flag, value):
+    with pytest.raises(common.UserError, match=f"argument {flag}: "):
+        fednova.main([*TINY, flag, *value])
+
+
 def test_fednova_of_equal_steps_is_fedavg(tmp_path, fednova):
     words = [*TINY, "--local-steps", "3"]
     found, _ = fednova.main([*words, "--out", str(tmp_path / "a")])
