@@ -41,9 +41,10 @@ class Code:
         if isinstance(value, (list, tuple)):
             return [self.of(v) for v in value]
         if isinstance(value, (set, frozenset)):
-            return sorted(json.dumps(self.of(v)) for v in value)
+            return sorted(json.dumps(self.of(v)) for v in sorted(value, key=name_of))
         if isinstance(value, dict):
-            return [[repr(k), self.of(value[k])] for k in sorted(value, key=repr)]
+            pairs = [(json.dumps(self.of(k)), v) for k, v in value.items()]
+            return [[json.loads(k), self.of(v)] for k, v in sorted(pairs, key=lambda p: p[0])]
         if isinstance(value, functools.partial):
             return self.of((value.func, value.args, value.keywords))
         if inspect.ismethod(value):
@@ -82,6 +83,12 @@ class Code:
         return [self.of(value) for value in code.co_consts if not inspect.iscode(value)]
 
 
+def name_of(value):
+    """Return by what the members of a set are ordered, whatever order Python keeps them in."""
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name else repr(value)
+
+
 def codes_in(code):
     """Return a code object and all inside it."""
     inner = [codes_in(value) for value in code.co_consts if inspect.iscode(value)]
@@ -93,7 +100,7 @@ def read_by(f):
     words = [i for code in codes_in(f.__code__) for i in dis.get_instructions(code)]
     names = {i.argval for i in words if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = {i.argval for i in words if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    read = [{name: f.__globals__[name] for name in names & f.__globals__.keys()}]
+    read = [{name: f.__globals__[name] for name in sorted(names & f.__globals__.keys())}]
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
         with contextlib.suppress(ValueError):  # not bound yet
             read.append({name: cell.cell_contents})
@@ -102,7 +109,7 @@ def read_by(f):
         for module in filter(inspect.ismodule, values.values()):
             if is_own(module.__name__) and module not in modules:
                 modules.append(module)
-                members = attributes & vars(module).keys()
+                members = sorted(attributes & vars(module).keys())
                 read.append({name: vars(module)[name] for name in members})
     return [*read, f.__defaults__, f.__kwdefaults__]
 

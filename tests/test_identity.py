@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import linecache
+import os
 import runpy
 import subprocess
 import sys
@@ -177,6 +178,35 @@ def test_a_file_edited_since_its_import_is_not_what_runs(tmp_path, monkeypatch):
     edited = Code(method).parts
     again = module_of(tmp_path, SOURCE.replace("return 3", "return 44"))
     assert Code(common.Method(again.local_update, again.aggregate)).parts != edited != before
+
+
+HASHED = """
+import sys
+sys.path[:0] = [{root!r}, {folder!r}]
+import common, alpha, beta, gamma, delta
+from extras.identity import Code
+TABLE = {{delta.one: 1, gamma.one: 2}}
+SET = {{alpha.one, beta.one, gamma.one, delta.one}}
+def local_update(worker, client, server, args):
+    return alpha.one, beta.one, gamma.one, delta.one
+def aggregate(net, received, server, args):
+    return TABLE, SET
+print(Code(common.Method(local_update, aggregate)).parts)
+"""
+
+
+def test_the_same_code_is_the_same_in_every_process(tmp_path):
+    """Whatever order Python keeps sets in, and wherever in memory a function lies."""
+    for name in ("alpha", "beta", "gamma", "delta"):
+        (tmp_path / f"{name}.py").write_text(f"def one():\n    return '{name}'\n")
+    script = tmp_path / "script.py"
+    script.write_text(HASHED.format(root=str(ROOT), folder=str(tmp_path)))
+    found = set()
+    for seed in "0123":
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, str(script)]
+        found.add(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert len(found) == 1
 
 
 def cell(number, text, space):
