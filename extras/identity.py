@@ -1,17 +1,26 @@
 """What a method's code is: a run is of its script's name and of what its functions do."""
 
+import argparse
 import ast
+import collections
 import contextlib
 import dis
 import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
 import marshal
+import math
 import os
 import pathlib
 import sys
+import types
+
+import numpy as np
+import torch
+import torch.nn as nn
 
 from common import UserError
 
@@ -22,7 +31,8 @@ class Code:
     parts: {"local_update": "NAME DIGEST", ...} of a Method; files: that hold the code. A digest is
     of the syntax of a function and of all that it names: functions, classes and plain values,
     wherever they stand. Comments, docstrings and formatting do not count. What is in common.py,
-    extras/ and installed packages counts by its name, a tensor or another object by its type."""
+    extras/ and installed packages counts by its name, a tensor of many values or one that is
+    trained by its shape, another object by its type."""
 
     def __init__(self, method):
         self.files, self.parts = set(), {}
@@ -36,6 +46,10 @@ class Code:
 
     def of(self, value):
         """Return what value is or does, as nested lists."""
+        for kind, parts_of in KINDS.items():
+            if isinstance(value, kind):
+                own = is_own(type(value).__module__)
+                return self.of([type(value), parts_of(value)] if own else parts_of(value))
         if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
             return repr(value)
         if isinstance(value, (list, tuple)):
@@ -45,10 +59,6 @@ class Code:
         if isinstance(value, dict):
             pairs = [(json.dumps(self.of(k)), v) for k, v in value.items()]
             return [[json.loads(k), self.of(v)] for k, v in sorted(pairs, key=lambda p: p[0])]
-        if isinstance(value, functools.partial):
-            return self.of((value.func, value.args, value.keywords))
-        if inspect.ismethod(value):
-            return self.of((value.__func__, value.__self__))
         return self._of_object(value)
 
     def _of_object(self, value):
@@ -83,6 +93,44 @@ class Code:
         return [self.of(value) for value in code.co_consts if not inspect.iscode(value)]
 
 
+def bound(value):
+    """Return what a functools.partial or partialmethod is made of."""
+    return value.func, value.args, value.keywords
+
+
+def contents(value):
+    """Return what a tensor or an array is: its values where they are few and are not trained."""
+    shape = [type(value).__name__, str(value.dtype), list(value.shape)]
+    trained = getattr(value, "requires_grad", False) or getattr(value, "is_sparse", False)
+    few = math.prod(value.shape) <= FEW and not trained and str(value.dtype) != "object"
+    return [*shape, repr(value.tolist())] if few else shape
+
+
+def layers(net):
+    """Return what the modules in a network are and with what they were made; no weights."""
+    return [
+        (name, type(m), {k: v for k, v in vars(m).items() if k[0] != "_" and k != "training"})
+        for name, m in net.named_modules()
+    ]
+
+
+FEW = 1000  # values of a tensor that count
+KINDS = {  # what stands for its parts
+    functools.partial: bound,
+    functools.partialmethod: bound,
+    functools.cached_property: lambda value: value.func,
+    property: lambda value: (value.fget, value.fset, value.fdel),
+    types.MethodType: lambda value: (value.__func__, value.__self__),
+    types.SimpleNamespace: vars,
+    argparse.Namespace: vars,
+    collections.deque: lambda value: (list(value), value.maxlen),
+    np.generic: lambda value: (str(value.dtype), repr(value.item())),
+    np.ndarray: contents,
+    torch.Tensor: contents,
+    nn.Module: layers,
+}
+
+
 def name_of(value):
     """Return by what the members of a set are ordered, whatever order Python keeps them in."""
     name = getattr(value, "__qualname__", None)
@@ -100,10 +148,13 @@ def read_by(f):
     words = [i for code in codes_in(f.__code__) for i in dis.get_instructions(code)]
     names = {i.argval for i in words if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = {i.argval for i in words if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    attributes |= {i.argval for i in words if i.opname == "IMPORT_FROM"}
     read = [{name: f.__globals__[name] for name in sorted(names & f.__globals__.keys())}]
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
         with contextlib.suppress(ValueError):  # not bound yet
             read.append({name: cell.cell_contents})
+    modules = imported({i.argval for i in words if i.opname == "IMPORT_NAME"})
+    read += [modules] if modules else []
     modules = []
     for values in read:  # which grows by what is read of the user's modules
         for module in filter(inspect.ismodule, values.values()):
@@ -114,12 +165,22 @@ def read_by(f):
     return [*read, f.__defaults__, f.__kwdefaults__]
 
 
-def is_own(module):
+def imported(names):
+    """Return the modules that a function imports in its body, {name: module}: the user's alone."""
+    modules = {}
+    for name in sorted(names):
+        with contextlib.suppress(Exception):  # a module that is not there is none of its code
+            if is_own(name, importlib.util.find_spec(name).origin):
+                modules[name] = importlib.import_module(name)
+    return modules
+
+
+def is_own(module, file=None):
     """Return whether a module, by its name, is not common.py, extras/, Python's or installed."""
     root = str(module).partition(".")[0]
     if module is None or root in {"common", "extras", *sys.stdlib_module_names}:
         return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    file = file or getattr(sys.modules.get(module), "__file__", None) or ""
     installed = {"site-packages", "dist-packages"} & set(pathlib.Path(file).parts)
     return root == "__main__" or not installed
 

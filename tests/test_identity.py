@@ -19,7 +19,10 @@ import fedavg
 from extras.identity import Code
 
 SOURCE = '''
+import argparse
+import collections
 import functools
+import numpy as np
 import torch
 import torch.nn.functional as F
 import common
@@ -27,6 +30,8 @@ import helpers
 from fedavg import local_update as average_update
 
 SCALE = 2.0
+MATRIX = np.ones((2, 2), np.float32)
+OPTIONS = argparse.Namespace(power=2)
 NAMES = {"a": [1, 2]}
 net = None
 
@@ -36,6 +41,19 @@ class Trim:
 
     def __init__(self, n):
         self.n = n
+
+    @property
+    def half(self):
+        return self.n / 2
+
+    @functools.cached_property
+    def kept(self):
+        return self.n - 5
+
+    def raised(self, by):
+        return self.n + by
+
+    more = functools.partialmethod(raised, by=11)
 
     def __call__(self, net, received, server, args):
         return self.n * self.share
@@ -61,8 +79,10 @@ def twice(f):
 @twice
 @torch.no_grad()
 def aggregate(net, received, server, args, trim=0.1):
+    import later
+    from helpers import late
     def deep():
-        return 3
+        return 3 + len(MATRIX) + OPTIONS.power + late() + later.value()
     return deep() * trim
 
 def made(k):
@@ -77,11 +97,20 @@ METHODS = {
     "lambda": lambda net, received, server, args: 5,
     "closure": made(6),
     "bound": Trim(7).__call__,
+    "float32": made(np.float32(0.5)),
+    "int64": made(np.int64(12)),
+    "deque": made(collections.deque([13], maxlen=14)),
+    "tensor": made(torch.tensor([15, 16])),
+    "module": made(torch.nn.Conv2d(17, 18, 3)),
+    "long": made(torch.zeros(2000)),
+    "trained": made(torch.zeros(2, requires_grad=True)),
 }
 '''
 HELPERS = "def term(out):\n    return 0.5 * out.mean()\n\ndef other():\n    return 1\n"
+HELPERS += "def late():\n    return 19\n"
+LATER = "def value():\n    return 20\n\ndef other():\n    return 21\n"
 STEPS = [*TINY, "--clients", "2", "--local-steps", "1", "--rounds", "1"]
-KINDS = ["plain", "partial", "object", "lambda", "closure", "bound"]
+KINDS = ["plain", "partial", "object", "lambda", "closure", "bound", "float32", "tensor", "module"]
 
 
 def module_of(folder, source=SOURCE, helpers=HELPERS, name="mine"):
@@ -99,8 +128,12 @@ def module_of(folder, source=SOURCE, helpers=HELPERS, name="mine"):
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
     """A function of sources that returns the parts of their Code, by a kind of aggregate."""
-    for name in ("mine", "helpers"):
+    for name in ("mine", "helpers", "later"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "later")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "later.py").write_text(LATER)
     count = iter(range(99))
 
     def parts(source=SOURCE, kind="plain", **options):
@@ -153,6 +186,21 @@ def test_what_does_not_count(parts, old, new):
         ("bound", "aggregate", "Trim(7)", "Trim(8)"),
         ("lambda", "aggregate", "args: 5", "args: 6"),
         ("closure", "aggregate", "made(6)", "made(9)"),
+        ("plain", "aggregate", "np.ones((2, 2)", "np.zeros((2, 2)"),
+        ("plain", "aggregate", "power=2", "power=3"),
+        ("object", "aggregate", "self.n / 2", "self.n / 3"),
+        ("object", "aggregate", "self.n - 5", "self.n - 6"),
+        ("object", "aggregate", "self.n + by", "self.n - by"),
+        ("object", "aggregate", "raised, by=11", "raised, by=12"),
+        ("float32", "aggregate", "np.float32(0.5)", "np.float32(0.25)"),
+        ("float32", "aggregate", "np.float32(0.5)", "np.float64(0.5)"),
+        ("int64", "aggregate", "np.int64(12)", "np.int64(13)"),
+        ("deque", "aggregate", "[13]", "[14]"),
+        ("deque", "aggregate", "maxlen=14", "maxlen=15"),
+        ("tensor", "aggregate", "[15, 16]", "[15, 17]"),
+        ("module", "aggregate", "17, 18, 3", "17, 18, 5"),
+        ("module", "aggregate", "18, 3)", "18, 3, stride=2)"),
+        ("long", "aggregate", "zeros(2000", "zeros(2001"),
     ],
 )
 def test_what_counts(parts, kind, part, old, new):
@@ -164,7 +212,29 @@ def test_what_counts(parts, kind, part, old, new):
 
 def test_helpers_of_another_file_count_where_they_are_used(parts):
     assert parts(helpers=HELPERS.replace("0.5", "0.6")) != parts()
-    assert parts(helpers=HELPERS.replace("return 1", "return 2")) == parts()
+    assert parts(helpers=HELPERS.replace("return 1\n", "return 2\n")) == parts()
+
+
+def test_what_is_imported_in_a_function_counts(parts, tmp_path):
+    """Imported before or not, as `import` or as `from ... import`."""
+    before = parts()
+    assert (
+        parts(helpers=HELPERS.replace("return 19", "return 22"))["aggregate"] != before["aggregate"]
+    )
+    assert sys.modules.pop("later")
+    assert parts() == before
+    for old, same in (("return 21", True), ("return 20", False)):
+        del sys.modules["later"]
+        (tmp_path / "later.py").write_text(LATER.replace(old, "return 2323"))
+        assert (parts() == before) is same
+
+
+def test_what_is_trained_counts_by_its_shape(parts):
+    for kind, old, new in (
+        ("trained", "zeros(2, r", "ones(2, r"),
+        ("long", "zeros(2000", "ones(2000"),
+    ):
+        assert parts(SOURCE.replace(old, new), kind) == parts(kind=kind)
 
 
 def test_a_file_edited_since_its_import_is_not_what_runs(tmp_path, monkeypatch):
@@ -350,5 +420,6 @@ def test_the_files_of_a_run_s_code_are_looked_up(tmp_path, monkeypatch):
         return mine.aggregate if args[0] is None else common.average(*args)
 
     start([*STEPS, "--out", str(tmp_path / "run")], fedavg.local_update, aggregate)
-    files = {fedavg.__file__, __file__, mine.__file__}
+    helpers = str(tmp_path / "code" / "helpers.py")
+    files = {fedavg.__file__, __file__, mine.__file__, helpers}
     assert config_of(tmp_path / "run")["commit"] == sorted(files)
