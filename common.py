@@ -3198,6 +3198,9 @@ def code_of(method):
         return extra("identity", "config.json").Code(method)
     except UserError:
         return None
+    except Exception as e:  # any object that a function may name
+        print(f"config.json keeps no digest of the code ({type(e).__name__}: {e})", file=sys.stderr)
+        return None
 
 
 def commit(files=()):

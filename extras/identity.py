@@ -32,13 +32,15 @@ class Code:
     of the syntax of a function and of all that it names: functions, classes and plain values,
     wherever they stand. Comments, docstrings and formatting do not count. What is in common.py,
     extras/ and installed packages counts by its name, a tensor of many values or one that is
-    trained by its shape, another object by its type."""
+    trained by its shape, another object by its type. Nor does what the functions change: a list
+    that they append to, a global or an attribute that they set outside __init__."""
 
     def __init__(self, method):
         self.files, self.parts = set(), {}
+        self.within = []  # what is being looked into, by id
         for part, f in method._asdict().items():
             if f is not None:
-                self.seen = set()
+                self.seen, self.written = set(), set()
                 digest = hashlib.sha256(json.dumps(self.of(f)).encode()).hexdigest()[:8]
                 while isinstance(f, functools.partial):
                     f = f.func
@@ -46,6 +48,15 @@ class Code:
 
     def of(self, value):
         """Return what value is or does, as nested lists."""
+        if id(value) in self.within:  # it holds itself
+            return getattr(value, "__qualname__", "itself")
+        self.within.append(id(value))
+        try:
+            return self._of_parts(value)
+        finally:
+            self.within.pop()
+
+    def _of_parts(self, value):
         for kind, parts_of in KINDS.items():
             if isinstance(value, kind):
                 own = is_own(type(value).__module__)
@@ -58,8 +69,16 @@ class Code:
             return sorted(json.dumps(self.of(v)) for v in sorted(value, key=name_of))
         if isinstance(value, dict):
             pairs = [(json.dumps(self.of(k)), v) for k, v in value.items()]
-            return [[json.loads(k), self.of(v)] for k, v in sorted(pairs, key=lambda p: p[0])]
+            pairs.sort(key=lambda pair: pair[0])
+            return [[json.loads(k), self._of_named(json.loads(k), v)] for k, v in pairs]
         return self._of_object(value)
+
+    def _of_named(self, name, value):
+        """Return of(value), but of what the code itself writes to its class alone."""
+        code = inspect.isroutine(value) or isinstance(value, (type, types.ModuleType))
+        if code or name not in self.written:
+            return self.of(value)
+        return self.of(type(value)) if is_own(type(value).__module__) else "state"
 
     def _of_object(self, value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
@@ -70,11 +89,13 @@ class Code:
             return name
         self.seen.add(id(value))
         if inspect.isfunction(value) and is_own(value.__globals__.get("__name__")):
-            return [name, self._source(value.__code__), self.of(read_by(value))]
+            return [name, self._source(value.__code__), self.of(read_by(value, self.written))]
         if hasattr(value, "__wrapped__"):  # by a decorator, which is in its source
             return [name, self.of(value.__wrapped__)]
         if isinstance(value, type):
             own = {k: v for k, v in vars(value).items() if k[:2] != "__" or inspect.isfunction(v)}
+            for f in filter(inspect.isfunction, own.values()):
+                self._source(f.__code__)  # for what they write
             return [name, self.of(value.__bases__), self.of(own)]
         return [self.of(type(value)), self.of(getattr(value, "__dict__", None))]
 
@@ -86,7 +107,9 @@ class Code:
             compiled = compile(text, code.co_filename, "exec", dont_inherit=True)
             # a file that was edited since it was imported is not what runs
             if marshal.dumps(code, 0) in [marshal.dumps(inner, 0) for inner in codes_in(compiled)]:
-                return [syntax(f) for f in ast.walk(ast.parse(text)) if begins_at(f, code)]
+                tree = ast.parse(text)
+                self.written |= set(map(repr, written_in(tree)))
+                return [syntax(f) for f in ast.walk(tree) if begins_at(f, code)]
         return [[c.co_code.hex(), self.of(c.co_names), self._constants(c)] for c in codes_in(code)]
 
     def _constants(self, code):
@@ -143,8 +166,10 @@ def codes_in(code):
     return [code, *itertools.chain(*inner)]
 
 
-def read_by(f):
-    """Return what a function reads that is not handed to it: [{name: value}, ...]."""
+def read_by(f, written=()):
+    """Return what a function reads that is not handed to it: [{name: value}, ...], defaults.
+
+    Defaults under a name in written, as repr(), are left out, where they are no plain values."""
     words = [i for code in codes_in(f.__code__) for i in dis.get_instructions(code)]
     names = {i.argval for i in words if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = {i.argval for i in words if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
@@ -162,7 +187,12 @@ def read_by(f):
                 modules.append(module)
                 members = sorted(attributes & vars(module).keys())
                 read.append({name: vars(module)[name] for name in members})
-    return [*read, f.__defaults__, f.__kwdefaults__]
+    defaults, names = f.__defaults__, f.__code__.co_varnames[: f.__code__.co_argcount]
+    if defaults:
+        named = zip(names[-len(defaults) :], defaults)
+        kept = (list, dict, set)
+        defaults = ["state" if repr(n) in written and isinstance(v, kept) else v for n, v in named]
+    return [*read, defaults, f.__kwdefaults__]
 
 
 def imported(names):
@@ -183,6 +213,40 @@ def is_own(module, file=None):
     file = file or getattr(sys.modules.get(module), "__file__", None) or ""
     installed = {"site-packages", "dist-packages"} & set(pathlib.Path(file).parts)
     return root == "__main__" or not installed
+
+
+def written_in(tree):
+    """Return the names of what functions write to, those that set up an object left out.
+
+    By an assignment to a part, a method that changes it in place, or global."""
+    functions = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda))]
+    setups = [f for f in functions if getattr(f, "name", "") in SETUPS]
+    inside, outside = (set(itertools.chain(*map(ast.walk, fs))) for fs in (functions, setups))
+    names = set()
+    for node in inside - outside:
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            names.update(node.names)
+        changed = changed_by(node)
+        while isinstance(changed, (ast.Attribute, ast.Subscript)):
+            names.add(getattr(changed, "attr", ""))
+            changed = changed.value
+        names.add(getattr(changed, "id", ""))
+    return names
+
+
+def changed_by(node):
+    """Return the node of what a node of a syntax tree changes in place; None if nothing."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        called = node.func.attr
+        in_place = called in CHANGES or (called[-1:] == "_" and called[-2:] != "__")
+        return node.func.value if in_place else None
+    stored = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+    return node if stored and not isinstance(node, ast.Name) else None
+
+
+SETUPS = ("__init__", "__new__", "__post_init__")
+CHANGES = set("append appendleft add clear discard extend insert pop popitem popleft".split())
+CHANGES |= set("remove reverse setdefault sort update".split())
 
 
 def begins_at(node, code):

@@ -229,6 +229,82 @@ def test_what_is_imported_in_a_function_counts(parts, tmp_path):
         assert (parts() == before) is same
 
 
+KEPT = """
+import numpy as np
+hist, table, total, step = [], {}, np.zeros(2), 0
+
+class Counter:
+    def __init__(self, n):
+        self.n, self.calls, self.found = n, 0, []
+
+    def __call__(self, net, received, server, args, seen=[], *, more={}):
+        self.calls += 1
+        self.found.append(self.calls)
+        seen.append(1)
+        more[self.calls] = 1
+
+def local_update(worker, client, server, args):
+    global step
+    step += 1
+    hist.append(step)
+    table[step] = hist[-1]
+    total[0] = step
+    yield hist, table, total, FACTORS
+
+FACTORS = [1]
+aggregate = Counter(2)
+METHODS = {"plain": aggregate}
+"""
+
+
+def test_what_the_code_itself_changes_does_not_count(parts, tmp_path):
+    """Else the second seed of a notebook is of another method, and a resume there refused."""
+    before = parts(KEPT)
+    mine = sys.modules["mine"]
+    for _ in range(2):
+        next(mine.local_update(0, 0, 0, 0))
+        mine.aggregate(0, 0, 0, 0)
+        assert Code(common.Method(mine.local_update, mine.aggregate)).parts == before
+    for part, old, new in (
+        ("aggregate", "Counter(2)", "Counter(3)"),
+        ("local_update", "[1]", "[2]"),
+    ):
+        changed = parts(KEPT.replace(f"= {old}", f"= {new}"))
+        assert {key for key in before if before[key] != changed[key]} == {part}
+
+
+class Odd:
+    """An object with which no digest is to be had."""
+
+    @property
+    def __dict__(self):
+        raise OSError("odd")
+
+
+ITSELF = {"list": [1]}
+ITSELF["list"].append(ITSELF)
+ODD = Odd()
+
+
+def test_what_no_digest_is_to_be_had_of_runs(tmp_path, capsys):
+    """What holds itself has one; else a line says that there is none."""
+
+    def aggregate(net, received, server, args):
+        common.average(net, received, server, args)
+        return ITSELF
+
+    def odd(net, received, server, args):
+        common.average(net, received, server, args)
+        return ODD
+
+    start([*STEPS, "--out", str(tmp_path / "a")], fedavg.local_update, aggregate)
+    assert config_of(tmp_path / "a")["code"]["aggregate"].startswith("aggregate ")
+    capsys.readouterr()
+    start([*STEPS, "--quiet", "--out", str(tmp_path / "b")], fedavg.local_update, odd)
+    line = "config.json keeps no digest of the code (OSError: odd)\n"
+    assert capsys.readouterr().err == line and config_of(tmp_path / "b")["code"] is None
+
+
 def test_what_is_trained_counts_by_its_shape(parts):
     for kind, old, new in (
         ("trained", "zeros(2, r", "ones(2, r"),
