@@ -341,6 +341,8 @@ def train(fed, method, on_round=None):
             stopped = bool(on_round and on_round(folder.rows[-1], fed.net)) or stopped
             if stopped and row["test_acc"] is not None:
                 folder.checkpoint(fed)
+                folder.config["stopped"] = t
+                folder.write_config()
                 break
     folder.save(fed.net.state_dict(), "model.pt", folder.stamp_with_rows())
     summary_line = "last {test_acc:.2f}%, best {best_acc:.2f}%, EMA {acc_ema:.2f}%"
@@ -3147,6 +3149,7 @@ class RunFolder:
             if value != flags.get(flag):
                 flags[flag] = value
                 self.config["argv"] += [f"--{flag.replace('_', '-')}", str(value)]
+        self.config.pop("stopped", None)  # by on_round
         self.write_config()
 
     def _load_checkpoint(self, path, fed):

@@ -4,7 +4,8 @@ Runs that differ in nothing but the seed (and in the machine's flags) are one ro
 differ in --data-seed too, if no two of them have the same. The columns:
     n            finished seeds, on one partition, or "partitions", each of which has one run;
                  without any, the runs that were cut or still go, at the last round that all of
-                 them have
+                 them have; a run that on_round stopped is finished, each at its own last round,
+                 which n tells: 3 (2 stopped at 40,60/100)
     last, best   accuracy (%) of the global model on the whole test set, in the last round and in
                  the best one: on what --validation holds out, or else on the test set itself
     EMA          exponential moving average with factor 0.9, bias-corrected (FedMLB's figure);

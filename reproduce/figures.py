@@ -115,8 +115,11 @@ def traffic(row):
 
 
 def means(group, at=(), targets=()):
-    """Return {column: Mean over the group's runs}; at and targets as for figures()."""
-    each = [figures(run, group.rounds, at, targets) for run in group.runs]
+    """Return {column: Mean over the group's runs}; at and targets as for figures().
+
+    A run that was stopped early counts with its own last round."""
+    counted = [(run, len(run.rows) if run.finished else group.rounds) for run in group.runs]
+    each = [figures(run, rounds, at, targets) for run, rounds in counted]
     columns = dict.fromkeys(column for values in each for column in values)
     return {column: Mean.of([values.get(column) for values in each]) for column in columns}
 

@@ -53,10 +53,11 @@ class RunRecord:
     torch: str
     commit: str
     workers: int | None  # None: not settled yet
+    stopped: int | None  # the round behind which on_round ended training, before --rounds
 
     @property
     def finished(self):
-        return len(self.rows) >= self.flags["rounds"]
+        return len(self.rows) >= self.flags["rounds"] or self.stopped == len(self.rows)
 
     @property
     def key(self):
@@ -130,6 +131,7 @@ def read_run(path):
         torch=str((config.get("versions") or {}).get("torch")),
         commit=config.get("commit") or "unknown",
         workers=config.get("workers"),
+        stopped=config.get("stopped"),
     )
 
 
@@ -173,6 +175,7 @@ def is_config(config):
         and type(flags["rounds"]) is int
         and flags["rounds"] > 0
         and type(config.get("workers")) in (int, types.NoneType)
+        and type(config.get("stopped")) in (int, types.NoneType)
         and type(config.get("versions")) in (dict, types.NoneType)
         and type(config.get("commit")) in (str, types.NoneType)
         and is_code(config.get("code"))
@@ -228,9 +231,9 @@ class Group:
     They differ in their seeds alone or, where each has a partition of its own, in --data-seed too.
     """
 
-    runs: list  # finished ones, or if there are none all that have a round
+    runs: list  # finished ones, or if there are none all that have a round; stopped is finished
     unfinished: list  # cut or still going, where others are finished
-    rounds: int
+    rounds: int  # that all runs have
 
     @property
     def data_seeds(self):
@@ -263,7 +266,11 @@ class Group:
         """Return n as it is shown."""
         total = self.flags["rounds"]
         text = str(len(self.runs)) + " partitions" * (self.over == "partitions")
-        if not self.complete:
+        stopped = sorted(len(run.rows) for run in self.runs if run.finished)
+        stopped = [rounds for rounds in stopped if rounds < total]
+        if stopped:
+            text += f" ({len(stopped)} stopped at {','.join(map(str, stopped))}/{total})"
+        elif not self.complete:
             text += f" at {self.rounds}/{total}"
         return text + "".join(f" + 1 at {len(run.rows)}/{total}" for run in self.unfinished)
 

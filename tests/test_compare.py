@@ -174,6 +174,27 @@ def test_n_is_of_seeds_or_of_partitions(tmp_path, capsys):
     assert "over n seeds on one partition, none" in last
 
 
+def test_runs_that_were_stopped_are_finished(tmp_path, capsys):
+    """Each counts with its own last round; one that was cut does not, where others are finished."""
+    folders = [
+        make_run(tmp_path / str(seed), seed=seed, accuracies=(10, 20, 30, 40)[: seed + 1])
+        for seed in range(4)
+    ]
+    for seed in (0, 1):
+        config = json.loads((folders[seed] / "config.json").read_text())
+        (folders[seed] / "config.json").write_text(json.dumps({**config, "stopped": seed + 1}))
+    _, out, _ = run_compare(capsys, *folders)
+    # of 10, 20 and 40, and not 30, which was cut
+    assert "3 (2 stopped at 1,2/4) + 1 at 3/4  23.33 +- 15.28" in out
+    assert run_compare(capsys, *folders[:2], "--target", "15", "--csv", tmp_path / "x.csv")[0] == 0
+    rows = {row["figure"]: row for row in csv.DictReader((tmp_path / "x.csv").open())}
+    assert (rows["last"]["measured"], rows["last"]["n"], rows["last"]["rounds"]) == (
+        "15.0",
+        "2",
+        "1",
+    )
+
+
 def test_nothing_is_overwritten(tmp_path, capsys):
     run = make_run(tmp_path / "a")
     (tmp_path / "old.csv").write_text("x")

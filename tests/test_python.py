@@ -162,8 +162,10 @@ def test_stopped_and_resumed_is_the_whole_run(tmp_path):
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert same(common.load(out / "model.pt"), net.state_dict())
     assert (out / "checkpoint.pt").exists()
+    assert json.loads((out / "config.json").read_text())["stopped"] == 3
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     again, rows = fedavg.main(["--out", str(out), "--resume"])
+    assert "stopped" not in json.loads((out / "config.json").read_text())
     whole, expected = fedavg.main([*words, "--out", str(tmp_path / "whole")])
     assert same(again.state_dict(), whole.state_dict())
     keys = ("round", "test_acc", "train_loss", "clients")
