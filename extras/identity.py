@@ -35,16 +35,20 @@ class Code:
     trained by its shape, another object by its type. Nor does what the functions change: a list
     that they append to, a global or an attribute that they set outside __init__."""
 
-    def __init__(self, method):
+    def __init__(self, method=None):
         self.files, self.parts = set(), {}
         self.within = []  # what is being looked into, by id
-        for part, f in method._asdict().items():
+        for part, f in method._asdict().items() if method else ():
             if f is not None:
-                self.seen, self.written = set(), set()
-                digest = hashlib.sha256(json.dumps(self.of(f)).encode()).hexdigest()[:8]
+                digest = self.digest(f)
                 while isinstance(f, functools.partial):
                     f = f.func
                 self.parts[part] = f"{getattr(f, '__name__', type(f).__name__)} {digest}"
+
+    def digest(self, value):
+        """Return eight hexadecimal digits of what value is or does."""
+        self.seen, self.written = set(), set()
+        return hashlib.sha256(json.dumps(self.of(value)).encode()).hexdigest()[:8]
 
     def of(self, value):
         """Return what value is or does, as nested lists."""

@@ -8,6 +8,7 @@ import torch
 
 import common
 from common import UserError
+from extras.identity import Code
 
 
 def args_for(script, values):
@@ -42,9 +43,9 @@ def words(parser, values):
 def note(args, data, net):
     """Note in args what data (a Data or None) and net (a module or None) are: own-DIGEST.
 
-    In place of --dataset and --model: another data set, or a network of other layers, is not
-    resumed, and not compared as if it were the same. UserError where a flag asks for what is done
-    to data sets that are read."""
+    In place of --dataset and --model: another data set, or a network of other layers, other options
+    of them or another forward, is not resumed, and not compared as if it were the same. UserError
+    where a flag asks for what is done to data sets that are read."""
     if data is not None:
         if args.image_size:
             raise UserError("argument --image-size: of data sets that are read, not of data=")
@@ -52,9 +53,8 @@ def note(args, data, net):
             raise UserError("argument --normalise: of data sets that are read; pass mean= and std=")
         args.dataset = f"own-{data_digest(data)}"
     if net is not None:
-        layers = [(name, type(module).__qualname__) for name, module in net.named_modules()]
-        shapes = [(name, v.shape, v.dtype) for name, v in net.state_dict().items()]
-        args.model = f"own-{digest([repr((layers, shapes)).encode()])}"
+        shapes = [(name, list(v.shape), str(v.dtype)) for name, v in net.state_dict().items()]
+        args.model = f"own-{Code().digest((net, shapes))}"
 
 
 def digest(parts):

@@ -10,12 +10,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import TINY, refused
 from methods import ROOT
 from runs import config_of, rounds_in
 
 import common
 import fedavg
+from extras import own
 from extras.identity import Code
 
 SOURCE = '''
@@ -395,6 +397,54 @@ def test_a_script_is_the_same_imported_and_run(tmp_path, monkeypatch):
     code = config_of(out)["code"]
     assert code == Code(common.Method(fedavg.local_update, common.average)).parts
     assert code["local_update"].startswith("local_update ") and len(code["local_update"]) == 21
+
+
+FORWARDS = """
+import torch.nn as nn
+
+class Twice(nn.Module):
+    def __init__(self, power=1):
+        super().__init__()
+        self.power = power
+
+    def forward(self, x):
+        return 2 * x**self.power
+
+def net(stride=1, p=0.1):
+    first = nn.Conv2d(3, 4, 3, stride, padding=1)
+    last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), Twice(), nn.Linear(4, 3))
+    return nn.Sequential(nn.Sequential(first, nn.Dropout(p)), last)
+"""
+
+
+def test_the_digest_of_a_network_is_of_what_it_does(tmp_path, monkeypatch):
+    """Options of layers and the code of its own classes; not its weights, nor its mode."""
+
+    def noted(old, new):
+        path = tmp_path / f"net{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(FORWARDS.replace(old, new))
+        spec = importlib.util.spec_from_file_location("own_net", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "own_net", module)
+        spec.loader.exec_module(module)
+        args = common.args_for(fedavg)
+        own.note(args, None, module.net())
+        trained = module.net().eval()
+        torch.nn.init.zeros_(trained[0][0].weight)
+        again = common.args_for(fedavg)
+        own.note(again, None, trained)
+        assert args.model == again.model and len(args.model) == 12
+        return args.model
+
+    same = [("", ""), ("return 2", "# the forward\n        return 2")]
+    other = [
+        ("stride=1", "stride=2"),
+        ("p=0.1", "p=0.9"),
+        ("2 * x", "3 * x"),
+        ("power=1", "power=2"),
+    ]
+    assert len({noted(*pair) for pair in same}) == 1
+    assert len({noted(*pair) for pair in same + other}) == 1 + len(other)
 
 
 # --- runs
