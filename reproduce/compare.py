@@ -19,7 +19,7 @@ differ in --data-seed too, if no two of them have the same. The columns:
     MB/round     sent and received by all clients
     (x)          seconds and MB relative to fedavg.py with the same data, network and federation,
                  seconds where the machine, --workers, --precision, --graph and --eval-every are the
-                 same too
+                 same too; a line says where its partitions are others
     delta bytes  of rFedAvg's deltas, down and up, a client and round
     others       what a method reported of the last round, server["report"]
 a +- b: mean and sample standard deviation (n - 1) over n. A last table sets the published
@@ -46,7 +46,15 @@ from reproduce import plot
 from reproduce.figures import Mean, means, own_figures, show_figure
 from reproduce.published import published_lines
 from reproduce.rows import shared_setting, table_rows
-from reproduce.runs import MACHINE_FLAGS, baseline, comparable, group_runs, hardware_of, read_runs
+from reproduce.runs import (
+    MACHINE_FLAGS,
+    baseline,
+    comparable,
+    group_runs,
+    hardware_of,
+    read_runs,
+    without_baseline,
+)
 
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"  # what --into writes between
 CSV_COLUMNS = [
@@ -128,6 +136,9 @@ def main_table(groups, names, at, targets):
 def cost_ratios(group, groups, measured):
     """Return seconds and bytes of a round over those of FedAvg in the same setting."""
     base = baseline(group, groups)
+    why = without_baseline(group, groups)
+    if why:
+        warn(why)
     plain = means(base) if base else {}
     ratios = {}
     for column in ("s/round", "MB/round"):

@@ -348,16 +348,36 @@ def baseline(group, groups):
 
     Of several it is the one with most flags in common.
     """
-    setting = [flag for flag in SETTING_FLAGS if flag not in ("rounds", "data_dir")]
+    fitting = [other for other in plain_groups(group, groups) if same_partitions(group, other)]
 
-    def in_common(other, flags):
-        return sum(other.flags.get(flag) == group.flags.get(flag) for flag in flags)
+    def in_common(other):
+        return sum(other.flags.get(flag) == group.flags.get(flag) for flag in other.flags)
 
-    fitting = [
+    return max(fitting, key=in_common, default=None)
+
+
+def plain_groups(group, groups):
+    """Return fedavg.py's groups in the same setting, whatever the seeds of their partitions."""
+    setting = [flag for flag in SETTING_FLAGS if flag not in ("rounds", "data_dir", "data_seed")]
+    return [
         other
         for other in groups
         if other.script == "fedavg"
         and other.flags.get("server") == "avg"
-        and in_common(other, setting) == len(setting)
+        and all(other.flags.get(flag) == group.flags.get(flag) for flag in setting)
     ]
-    return max(fitting, key=lambda other: in_common(other, other.flags), default=None)
+
+
+def same_partitions(group, other):
+    return group.data_seeds == other.data_seeds
+
+
+def without_baseline(group, groups):
+    """Return a line on partitions that keep a group from a baseline(); None where none do."""
+    near = [o for o in plain_groups(group, groups) if {*o.data_seeds} & {*group.data_seeds}]
+    if not near or baseline(group, groups):
+        return None
+    sides = ((group.script, group, near[0]), ("fedavg", near[0], group))
+    only = [(name, sorted({*a.data_seeds} - {*b.data_seeds}, key=str)) for name, a, b in sides]
+    parts = [f"only {name} has --data-seed {','.join(map(str, s))}" for name, s in only if s]
+    return f"{group.script}: no (x) to fedavg, whose partitions are others: {', '.join(parts)}"

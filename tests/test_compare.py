@@ -174,6 +174,23 @@ def test_n_is_of_seeds_or_of_partitions(tmp_path, capsys):
     assert "over n seeds on one partition, none" in last
 
 
+def test_partitions_that_are_missing_are_said(tmp_path, capsys):
+    """A run of FedAvg that failed takes the (x) away from methods that have its partition."""
+    make = lambda script, data: make_run(  # noqa: E731
+        tmp_path / f"{script}{data}",
+        f"{script}.py --dataset glyphs --rounds 4 --data-seed {data}",
+    )
+    prox, avg = [make("fedprox", k) for k in (0, 1, 2)], [make("fedavg", k) for k in (0, 1, 3)]
+    _, out, err = run_compare(capsys, *prox, *avg)
+    assert "(1.00x)" not in out.split("fedprox")[1].splitlines()[0]
+    assert err == (
+        "reproduce.compare: fedprox: no (x) to fedavg, whose partitions are others: "
+        "only fedprox has --data-seed 2, only fedavg has --data-seed 3\n"
+    )
+    _, out, err = run_compare(capsys, *prox, *avg[:2], make("fedavg", 2))
+    assert "(1.00x)" in out.split("fedprox")[1].splitlines()[0] and not err
+
+
 def test_runs_that_were_stopped_are_finished(tmp_path, capsys):
     """Each counts with its own last round; one that was cut does not, where others are finished."""
     folders = [
