@@ -591,6 +591,13 @@ def test_checksums_of_rows_by_hand(run_to_damage):
         assert rest == f"{checksum}}}"
 
 
+def test_rows_without_their_checksums(capsys, damaged):
+    """are edited ones: the checkpoint knows that they had some."""
+    path = damaged / "metrics.jsonl"
+    path.write_bytes(without_checksum(path.read_bytes()))
+    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt: its rows_checksum is", "None")
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt"])
 def test_a_pipe_in_a_files_place(capsys, damaged, name):
     """is refused; reading it would wait for ever."""
