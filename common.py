@@ -3140,10 +3140,6 @@ class RunFolder:
         self.states.restore(fed.server["round"])
         self.write_rows()
         self.tidy()
-        if fed.server["round"] < self.args.rounds:
-            # what is of the last round is of another round soon
-            shutil.rmtree(self.out / "clients", ignore_errors=True)
-            (self.out / "model.pt").unlink(missing_ok=True)
         for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
             value = getattr(self.args, flag)
             if value != flags.get(flag):
@@ -3151,6 +3147,10 @@ class RunFolder:
                 self.config["argv"] += [f"--{flag.replace('_', '-')}", str(value)]
         self.config.pop("stopped", None)  # by on_round
         self.write_config()
+        if fed.server["round"] < self.args.rounds:
+            # what is of the last round is of another soon, as config.json says by now
+            shutil.rmtree(self.out / "clients", ignore_errors=True)
+            (self.out / "model.pt").unlink(missing_ok=True)
 
     def _load_checkpoint(self, path, fed):
         state = load(path)

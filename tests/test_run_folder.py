@@ -701,5 +701,29 @@ def test_files_of_the_last_round_go_when_rounds_grow(tmp_path):
     assert not (out / "clients").exists()
 
 
+def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
+    """Those of the last round go when config.json tells of more, or at the next resume."""
+    out = tmp_path / "run"
+    words = [*TINY, "--local-steps", "1", "--save-clients", "--out", str(out)]
+    fedavg.main([*words, "--rounds", "1"])
+    more = ["--out", str(out), "--resume", "--rounds", "2"]
+    for cls, name, left in ((common.RunFolder, "write_config", 1), (common.shutil, "rmtree", 2)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(cls, name, raise_killed)
+            fedavg.main(more)
+        assert config_of(out)["flags"]["rounds"] == left
+        assert (out / "model.pt").exists()
+        assert len(list((out / "clients").iterdir())) == 4
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(common, "train", raise_killed)
+        fedavg.main(more[:-2])
+    assert not (out / "model.pt").exists()
+    assert not (out / "clients").exists()
+
+
+def raise_killed(*_, **__):
+    raise Killed
+
+
 def raise_interrupt(*_):
     raise KeyboardInterrupt
