@@ -2987,8 +2987,11 @@ class RunFolder:
 
             lock = os.open(self.out, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+            if not os.path.samestat(os.fstat(lock), os.stat(self.out)):
+                raise FileNotFoundError  # its owner has removed it, and another has made one anew
+        except (BlockingIOError, FileNotFoundError):
+            if lock is not None:
+                os.close(lock)
             raise UserError(f"--out {self.out}: another process is writing to this run") from None
         except (ImportError, OSError) as e:
             if lock is None and isinstance(e, OSError):

@@ -289,6 +289,26 @@ def test_two_run_folders_on_one_path(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_folder_that_goes_before_it_is_locked(tmp_path, monkeypatch, again):
+    """Its owner fails and removes it; a third process may have made one of that name again."""
+    out = tmp_path / "run"
+    folder, flock = common.RunFolder(flags("--out", str(out))), fcntl.flock
+
+    def late(lock, how):
+        out.rmdir()
+        if again:
+            out.mkdir()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(common.UserError, match="another process"):
+        folder.take()
+    folder.close()
+    assert out.exists() == again
+    assert not common.LOCKS
+
+
 def test_a_forked_process_does_not_hold_the_lock(tmp_path):
     """One that decodes images for a run outlives it by seconds when the run is killed."""
     args = flags("--out", str(tmp_path / "run"))
