@@ -380,7 +380,7 @@ def train_client(fed, method, worker, client):
 
     A generator like that. The state is let go of then: it would be sampled x state in memory."""
     states, t = fed.folder.states, fed.server["round"]
-    client.state = states.read(client.id)
+    client = Client(client.id, client.index, states.read(client.id), client.weight)  # begins anew
     weights = fed.net.state_dict()
     upload = yield from worker.train(client, fed.server, weights, method.local_update)
     upload.version = states.write(client.id, client.state, t)
@@ -1301,7 +1301,7 @@ class Pool:
     def _interleaved(self, rounds):
         waiting, running = deque(enumerate(rounds)), []
         uploads, due = {}, 0  # those that came before an earlier one wait for it
-        free = list(self.workers)
+        free, added = list(self.workers), []  # by _grow(), just now: this is their first batch
         while waiting or running:
             while free and waiting and waiting[0][0] < due + self.window:
                 (i, start), worker = waiting.popleft(), free.pop(0)
@@ -1315,8 +1315,16 @@ class Pool:
                     uploads[i] = stop.value
                     running.remove(item)
                     free.append(worker)
-            if self.grow:
-                free += self._grow(len(waiting))
+                except torch.OutOfMemoryError:
+                    if worker not in added:
+                        raise
+                    self.synchronise()  # its step may still write to what is free then
+                    torch.backends.cudnn.benchmark = False  # as at the end of a step
+                    self.workers.remove(worker)
+                    running.remove(item)
+                    waiting = deque(sorted([*waiting, (i, rounds[i])]))  # it begins anew
+            added = self._grow(len(waiting)) if self.grow else []
+            free += added
             while due in uploads:
                 yield uploads.pop(due)
                 due += 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import same
 from methods import final, needed
-from runs import equal
+from runs import equal, rows_of
 
 import common
 
@@ -61,6 +61,79 @@ def test_streams_wait_for_a_slow_client(slow):
         found.append(upload)
     assert found == list(range(40))
     assert most == 8
+
+
+class Full:
+    """A GPU's pool whose added workers, all but the first few, find the memory full."""
+
+    def __init__(self, monkeypatch, fit, when=0):
+        self.pool, self.begun, self.fit, self.when = pool_of(1), [], fit, when
+        self.pool.build, self.pool.grow = object, True
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 100))
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda *_: 10)
+
+    def start(self, worker, client):
+        self.begun.append((worker, client))
+        for batch in range(3):
+            added = self.pool.workers.index(worker)
+            if added > self.fit and batch == self.when:
+                torch.backends.cudnn.benchmark = True
+                raise torch.OutOfMemoryError
+            yield
+        return client
+
+
+@pytest.mark.parametrize("fit", [0, 2, 7])
+def test_workers_that_do_not_fit_are_dropped(monkeypatch, fit):
+    """Their clients begin anew with others; what comes out is in order and whole."""
+    full = Full(monkeypatch, fit)
+    assert list(full.pool.train(range(40), full.start)) == list(range(40))
+    workers = full.pool.workers
+    assert len(workers) == 1 + fit
+    clients = [client for worker, client in full.begun if worker in workers]
+    assert sorted(clients) == list(range(40))
+    assert len(full.begun) == 40 + 7 - fit
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_a_full_memory_later_ends_the_run(monkeypatch):
+    """Where a worker has trained: its client's state may have moved."""
+    full = Full(monkeypatch, 3, when=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(full.pool.train(range(40), full.start))
+    torch.backends.cudnn.benchmark = False
+
+
+def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
+    """Rows and weights are those of one worker, with what clients and methods keep and draw."""
+    argv = "--clients 6 --rounds 2 --local-steps 3 --persist-opt --workers 1".split()
+    expected = final("scaffold", tmp_path / "one", *argv)
+    train_batch, full = common.Worker._train_batch, []
+
+    def filling(worker, step, size):
+        train_batch(worker, step, size)
+        if worker.full:
+            full.append(worker)
+            raise torch.OutOfMemoryError
+
+    def grow(pool, waiting):
+        pool.grow = False
+        new = [pool.build() for _ in range(3)]
+        new[0].full = new[2].full = True
+        pool.workers += new
+        return new
+
+    monkeypatch.setattr(common.Worker, "full", False, raising=False)
+    monkeypatch.setattr(common.Worker, "_train_batch", filling)
+    monkeypatch.setattr(common.Pool, "_grow", grow)
+    monkeypatch.setattr(common.Pool, "plan", lambda args: (0, common.CORES))
+    found = final("scaffold", tmp_path / "four", *argv)
+    assert len(full) == 2
+    assert same(expected[0], found[0])
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "four")
+    a, b = (common.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "four"))
+    assert equal(a, b)
 
 
 def test_an_error_ends_the_others():
