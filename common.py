@@ -3061,6 +3061,10 @@ class RunFolder:
     def settle(self, fed):
         """Note what a GPU has allowed: the number of workers, and steps as CUDA graphs."""
         allowed = {"workers": len(fed.pool.workers), "graph": fed.args.capture}
+        lost = self.config.get("graph") and not fed.args.capture
+        if lost and self.args.resume and self.args.deterministic:
+            why = f"a step cannot be a CUDA graph now, as --deterministic has it in {self.out}"
+            raise UserError(f"--resume: {why}; start a new run with --no-graph and another --out")
         if {key: self.config.get(key) for key in allowed} != allowed:
             self.config |= allowed
             self.write_config()

@@ -92,6 +92,32 @@ def test_config_keeps_the_words_of_the_command(tmp_path):
 # --- resuming
 
 
+@pytest.mark.parametrize("more", [[], ["--deterministic"]])
+def test_a_resumed_run_whose_graph_fails(tmp_path, capsys, more):
+    """goes on without, but not where its numbers are to be those of an uncut run."""
+    out, evaluate = tmp_path / "run", common.evaluate
+    words = [*TINY, "--local-steps", "1", "--rounds", "1", *more]
+    fedavg.main([*words, "--out", str(out)])
+    before = (out / "metrics.jsonl").read_bytes()
+
+    def failing(net, data, args, *rest):
+        args.capture = False
+        return evaluate(net, data, args, *rest)
+
+    resume = ["--out", str(out), "--resume", "--rounds", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "evaluate", failing)
+        if more:
+            refused(capsys, fedavg, resume, str(out), "CUDA graph", "--deterministic")
+        else:
+            fedavg.main(resume)
+    assert config_of(out)["graph"] == bool(more)
+    if more:
+        assert (out / "metrics.jsonl").read_bytes() == before
+    fedavg.main(resume)
+    assert rounds_in(out) == 2
+
+
 KILLED = ["fedalign", "scaffold", "fedgkd", "rfedavg"]  # each sort of client and server state
 
 
