@@ -3035,7 +3035,8 @@ class RunFolder:
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
         versions = {"torch": torch.__version__, "numpy": np.__version__}
-        words = json.dumps([self.script, self.decisive()], sort_keys=True)
+        code = self.code and self.code.parts
+        words = json.dumps([self.script, self.decisive(), self.digests, code], sort_keys=True)
         self.config = {
             "run": hashlib.blake2b(words.encode(), digest_size=8).hexdigest(),
             "script": self.script,
@@ -3046,7 +3047,7 @@ class RunFolder:
             "moved": self.args.moved,
             "device": hardware(self.args.device),
             "versions": {"python": platform.python_version(), **versions},
-            "code": self.code and self.code.parts,
+            "code": code,
             "commit": commit(self.code.files if self.code else ()),
             "data": self.digests,
         }

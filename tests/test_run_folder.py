@@ -1,5 +1,6 @@
 """The run folder: what is in it, resuming, locks, damage."""
 
+import argparse
 import contextlib
 import errno
 import fcntl
@@ -333,6 +334,27 @@ def test_a_folder_that_goes_before_it_is_locked(tmp_path, monkeypatch, again):
     folder.close()
     assert out.exists() == again
     assert not common.LOCKS
+
+
+def test_runs_of_other_data_or_code_are_others(tmp_path):
+    """Also with the same flags; with all the same, a run is the same in any folder."""
+
+    def run_id(out, digest, parts):
+        code = argparse.Namespace(parts=parts, files=())
+        folder = common.RunFolder(flags("--out", str(tmp_path / out)), code)
+        folder.know_data({"samples": digest})
+        folder.out.mkdir()
+        folder.create(1, 1)
+        return folder.config["run"]
+
+    a, b, other_data, other_code = (
+        run_id("a", 1, {"aggregate": "x"}),
+        run_id("b", 1, {"aggregate": "x"}),
+        run_id("c", 2, {"aggregate": "x"}),
+        run_id("d", 1, {"aggregate": "y"}),
+    )
+    assert a == b
+    assert len({a, other_data, other_code}) == 3
 
 
 def test_a_forked_process_does_not_hold_the_lock(tmp_path):
