@@ -2770,6 +2770,7 @@ def read_config(out, flag="--out "):
             raise UserError(f"{flag}{out}: no run{resumed} there, since it has no config.json")
         config = parse_config(path.read_text())
         numbers = [config["flags"]["rounds"], config["workers"], config["threads"] - 1]
+        numbers.append(config["flags"].get("checkpoint_every", 1))
         if "argv" not in config:
             raise UserError(
                 f"{flag}{out}: config.json keeps no command, as of an older version of this code; "

@@ -595,6 +595,7 @@ def test_damaged_metrics(capsys, damaged, damage):
         (r'"threads": \d+', '"threads": 0', "config.json"),
         (r'"threads": \d+', '"threads": 1' + 30 * "0", "config.json"),
         (r'"workers": \d+', '"workers": -1', "config.json"),
+        (r'"checkpoint_every": \d+', '"checkpoint_every": "x"', "config.json is damaged"),
         ("", 100_000 * "[", "config.json"),
         ("", '{"flags": ' + 5000 * "9", "config.json"),
     ],
