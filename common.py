@@ -278,9 +278,9 @@ def check_before_data(args, adapt, net):
 
 def check_widths(args):
     """Raise UserError where a method trains narrow sub-networks that the network does not have."""
-    width = {"fedalign": "width", "gradaug": "min_width"}.get(args.script)
-    if width and getattr(args, width) < 1 and args.mu and args.model in WITHOUT_WIDTHS:
-        what = WITHOUT_WIDTHS[args.model]
+    width = getattr(args, "width", getattr(args, "min_width", None))  # FedAlign's, GradAug's
+    what = WITHOUT_WIDTHS.get(args.model)
+    if what and isinstance(width, float) and width < 1 and getattr(args, "mu", 1):
         raise UserError(f"--model {args.model}: a sub-network of {what} is not defined")
 
 

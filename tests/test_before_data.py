@@ -44,6 +44,14 @@ def test_mistakes_are_found_first(tmp_path, capsys, script, argv, words):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("script", ["fedalign", "gradaug"])
+def test_a_copied_script_is_checked_too(tmp_path, capsys, monkeypatch, script):
+    """A method of another name that trains narrow networks."""
+    monkeypatch.setattr(SCRIPTS[script], "__file__", str(tmp_path / "mine.py"))
+    argv = [*TINY, "--out", tmp_path / "run", "--model", "squeezenet"]
+    refused(capsys, SCRIPTS[script], argv, "--model squeezenet", "sub-network")
+
+
 @pytest.mark.parametrize("place", ["file/run", "file"])
 def test_a_folder_that_cannot_be_made(tmp_path, capsys, place):
     (tmp_path / "file").write_text("kept")
