@@ -2674,6 +2674,8 @@ def load(path, what="checkpoint"):
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise UserError(f"{path}: not a file, where a {what} should be")
         with open(path, "rb") as f:
+            if f.read(2) == b"\x80\x02":
+                raise ValueError("written as before torch 1.6; save it again with torch.save")
             archive = zipfile.ZipFile(f)
             damaged = archive.testzip()  # torch looks at no checksum
             if damaged:

@@ -464,6 +464,7 @@ def bad_inits(path):
     torch.save({**weights, name: weights[name] * float("nan")}, path / "nan.pt")
     torch.save({k: v for k, v in weights.items() if k != name}, path / "less.pt")
     torch.save({**weights, "more": torch.zeros(1)}, path / "more.pt")
+    torch.save(weights, path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save([1, 2], path / "list.pt")
     torch.save(common.build_net("cnn", 62), path / "module.pt")
     (path / "text.pt").write_text("no weights")
@@ -476,6 +477,7 @@ def bad_inits(path):
         ("nan", ["NaN"]),
         ("less", ["lacks 'conv1.0.weight'"]),
         ("more", ["has 'more'"]),
+        ("old", ["before torch 1.6", "save it again with torch.save"]),
         ("list", ["not a state_dict"]),
         ("module", ["not a readable state_dict"]),
         ("text", ["not a readable state_dict"]),
