@@ -54,6 +54,10 @@ def main(argv=None):
         at = argv.index(script)
         argv = [script, *argv[:at], *argv[at + 1 :]]
     parser = make_parser(with_table=script is None)
+    names = argv[0].split(",") if argv and script is None else []
+    if len(names) > 1 and all(name.isidentifier() for name in names):
+        scripts = ",".join(f"{name}.py" for name in names)
+        parser.error(f"{argv[0]}: method scripts are named with .py, {scripts}")
     args, extra = parser.parse_known_args(argv)
     try:
         raise SystemExit(reproduce(args, extra))

@@ -147,7 +147,8 @@ def read_settings(path):
     file = path / "config.json"
     try:
         if not file.is_file():
-            raise common.UserError(f"{path}: no run, since it has no config.json")
+            hint = f"; did you mean {path}/*?" if any(path.glob("*/config.json")) else ""
+            raise common.UserError(f"{path}: no run, since it has no config.json{hint}")
         config = common.parse_config(file.read_text())
         valid = is_config(config)
     except common.UserError:

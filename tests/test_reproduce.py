@@ -256,6 +256,7 @@ def test_a_wrong_name_of_y_costs_the_picture_alone(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["fedavg,moon", "--lr", "1"], "method scripts are named with .py, fedavg.py,moon.py"),
         (["fedfoo", "1"], "must be one of fedalign, fedcka, fedmlb, rfedavg"),
         (["fedalign", "9"], "FedAlign has 1, 2, 3"),
         (["fedalign", "5", "--only", "fedmlb"], "no method or data set 'fedmlb'"),

@@ -230,6 +230,11 @@ def test_runs_of_before_the_command_was_recorded(tmp_path):
     assert any("argv" not in read_settings(path) for path in results)
 
 
+def test_a_folder_of_runs_is_suggested(tmp_path, capsys):
+    make_run(tmp_path / "a")
+    assert f"did you mean {tmp_path}/*?" in run_compare(capsys, tmp_path)[2]
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
