@@ -405,7 +405,7 @@ def runs_without_locks(out, capsys):
     fedavg.main(["--out", str(out), "--resume", "--rounds", "2"])
     assert len(rows_of(out)) == 2
     assert capsys.readouterr().err.count("cannot be locked here") == 1
-    with pytest.raises(SystemExit):
+    with pytest.raises(common.UserError):
         fedavg.main([*argv, "--clients", "61", "--out", str(out / "new")])
     assert not (out / "new").exists()
 
