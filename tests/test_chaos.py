@@ -20,10 +20,10 @@ def run(*argv):
 
 
 def test_all_is_survived_or_refused():
-    done = run("tests/chaos.py", *"--minutes 9 --seed 0 --cases 6".split())
+    done = run("tests/chaos.py", *"--minutes 9 --seed 0 --cases 2".split())
     assert done.returncode == 0, done.stdout + done.stderr
     for section in ("kills", "damage", "fuzz"):
-        assert f"{section}: 6 tried, 6 survived, 0 failed" in done.stdout
+        assert f"{section}: 2 tried, 2 survived, 0 failed" in done.stdout
 
 
 def test_a_resume_that_draws_other_numbers_is_noticed():

@@ -60,12 +60,19 @@ class Outcome(NamedTuple):
         return ""
 
 
+def from_shell(module, argv):
+    """Call a module's main() as its command line does."""
+    sys.argv = argv
+    module.main()
+
+
 def run(name, *argv, seconds=SECONDS, before=None, meanwhile=None):
     """Run a command of the project (a module with main) in a child; return its Outcome.
 
     before(): called in the child, first. meanwhile(): called whenever the child has stopped
     itself, which goes on afterwards."""
-    task = functools.partial(importlib.import_module(name).main, list(map(str, argv)))
+    words = [f"{name}.py", *map(str, argv)]
+    task = functools.partial(from_shell, importlib.import_module(name), words)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would leave threads behind")
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
