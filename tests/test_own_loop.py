@@ -42,6 +42,10 @@ class Seen:
         self.names.add(name)
         return getattr(self.worker, name)
 
+    def map(self, f, clients):
+        self.names.add("map")
+        return self.worker.map(lambda worker, client: f(Seen(worker, self.names), client), clients)
+
     def __setattr__(self, name, value):
         self.names.add(name)
         setattr(self.worker, name, value)
