@@ -119,7 +119,7 @@ def test_a_resumed_run_whose_graph_fails(tmp_path, capsys, more):
     assert rounds_in(out) == 2
 
 
-KILLED = ["fedalign", "scaffold", "fedgkd", "rfedavg"]  # each sort of client and server state
+KILLED = ["scaffold", "rfedavg"]  # by the clock; tests/chaos.py kills at every file operation
 
 
 @pytest.mark.parametrize("name", KILLED)
