@@ -3157,6 +3157,7 @@ class RunFolder:
         if state:
             check_stamp(state, path, self.stamp_with_rows())
         self.states.restore(fed.server["round"])
+        self._check_best()
         self.write_rows()
         self.tidy()
         for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
@@ -3170,6 +3171,15 @@ class RunFolder:
             # what is of the last round is of another soon, as config.json says by now
             shutil.rmtree(self.out / "clients", ignore_errors=True)
             (self.out / "model.pt").unlink(missing_ok=True)
+
+    def _check_best(self):
+        """Raise UserError where the best model so far is damaged, or of another run or round."""
+        t = (best_row(self.rows) or {}).get("round")
+        path = next(
+            (p for p in (self.out / f"best-{t}.pt", self.out / "best.pt") if p.exists()), None
+        )
+        if path and t:
+            check_stamp(load(path, "model"), path, self.stamp(t))
 
     def _load_checkpoint(self, path, fed):
         state = load(path)

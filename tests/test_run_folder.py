@@ -233,6 +233,22 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
     assert common.load(out / "best.pt").stamp["round"] == common.best_row(rows_of(out))["round"]
 
 
+def test_a_damaged_best_model_is_found_on_resume(tmp_path):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
+    raw = bytearray((out / "best.pt").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (out / "best.pt").write_bytes(raw)
+    before = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(common.UserError, match="best.pt: not a readable model"):
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
+    assert (out / "metrics.jsonl").read_bytes() == before
+    weights = common.load(out / "model.pt")
+    common.save(weights, out / "best.pt", {**weights.stamp, "round": 9})
+    with pytest.raises(common.UserError, match="best.pt: its round is 9"):
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
+
+
 def test_best_waits_for_its_checkpoint(tmp_path):
     """best.pt of the last checkpoint stays while rounds behind it may yet be forgotten."""
     out = tmp_path / "run"
