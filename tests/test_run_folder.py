@@ -462,7 +462,7 @@ def test_runs_are_not_overwritten(tmp_path, capsys):
 LEFT_BY_A_KILL = [
     "config.json.7.tmp",
     "best.pt.7.tmp",
-    "best-1.pt",
+    "best-7.pt",
     "best-2.pt.7.tmp",
     "clients/1.pt.7.tmp",
     "states/1-1.pt",
