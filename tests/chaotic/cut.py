@@ -76,7 +76,7 @@ class Cut:
         self.kill(name, write)
 
     def power(self, name, write):
-        for path, size in self.unsynced.items():
+        for path, size in list(self.unsynced.items()):
             if os.path.exists(path):
                 os.truncate(path, size)
         self.kill(name, write)
