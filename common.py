@@ -419,10 +419,11 @@ def keep_client(fed, upload):
     """Note which version of its state a client left and, with --save-clients, its last weights."""
     client, folder = upload.client, fed.folder
     folder.states.note(client.id, upload.version)
-    if fed.args.save_clients and fed.server["round"] == fed.args.rounds:
-        (folder.out / "clients").mkdir(exist_ok=True)
-        stamp = folder.stamp(fed.server["round"], client=client.id)
-        folder.save(upload.weights, f"clients/{client.id}.pt", stamp)
+    t = fed.server["round"]
+    if fed.args.save_clients and t == fed.args.rounds:
+        (folder.out / f"clients.{t}.tmp").mkdir(exist_ok=True)  # until the round is kept
+        stamp = folder.stamp(t, client=client.id)
+        folder.save(upload.weights, f"clients.{t}.tmp/{client.id}.pt", stamp)
 
 
 def check_finite(net, received, args, t):
@@ -2827,11 +2828,11 @@ def forget_locks():
 if hasattr(os, "register_at_fork"):  # not where there are no forks
     os.register_at_fork(after_in_child=forget_locks)
 
-# names, by subfolder, of what a kill may leave; others are not ours to delete
-OWN_LEFTOVERS = {
-    "": r"best-\d+\.pt|(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp",
-    "clients": r"\d+\.pt\.\d+\.tmp",
-}
+# names of what a kill may leave; others are not ours to delete
+OWN_LEFTOVERS = re.compile(
+    r"best-\d+\.pt|clients\.\d+\.tmp|"
+    r"(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp"
+)
 
 
 class States:
@@ -3063,7 +3064,10 @@ class RunFolder:
         write_atomically(self.out / "config.json", text.encode())
 
     def settle(self, fed):
-        """Note what a GPU has allowed: the number of workers, and steps as CUDA graphs."""
+        """Prepare the folder for the row of the round that has been trained.
+
+        Note what a GPU has allowed: the number of workers, and steps as CUDA graphs. What is of an
+        earlier last round is deleted only now: a resume that was refused has lost nothing."""
         allowed = {"workers": len(fed.pool.workers), "graph": fed.args.capture}
         lost = self.config.get("graph") and not fed.args.capture
         if lost and self.args.resume and self.args.deterministic:
@@ -3072,6 +3076,11 @@ class RunFolder:
         if {key: self.config.get(key) for key in allowed} != allowed:
             self.config |= allowed
             self.write_config()
+        shutil.rmtree(self.out / "clients", ignore_errors=True)
+        (self.out / "model.pt").unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            t = fed.server["round"]
+            os.replace(self.out / f"clients.{t}.tmp", self.out / "clients")
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""
@@ -3136,10 +3145,10 @@ class RunFolder:
         best = self.out / f"best-{(best_row(self.rows) or {}).get('round')}.pt"
         if best.exists():
             os.replace(best, self.out / "best.pt")
-        for name, pattern in OWN_LEFTOVERS.items():
-            for path in (self.out / name).glob("*"):
-                if re.fullmatch(pattern, path.name):
-                    path.unlink()
+        for path in self.out.iterdir():
+            if OWN_LEFTOVERS.fullmatch(path.name):
+                remove = shutil.rmtree if path.is_dir() else os.unlink
+                remove(path)
 
     def restore(self, fed):
         """Fill fed from the checkpoint, if there is one, and forget the rounds after it."""
@@ -3167,10 +3176,6 @@ class RunFolder:
                 self.config["argv"] += [f"--{flag.replace('_', '-')}", str(value)]
         self.config.pop("stopped", None)  # by on_round
         self.write_config()
-        if fed.server["round"] < self.args.rounds:
-            # what is of the last round is of another soon, as config.json says by now
-            shutil.rmtree(self.out / "clients", ignore_errors=True)
-            (self.out / "model.pt").unlink(missing_ok=True)
 
     def _check_best(self):
         """Raise UserError where the best model so far is damaged, or of another run or round."""

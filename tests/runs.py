@@ -27,7 +27,7 @@ def config_of(out):
 def rounds_in(out):
     """Return how many rounds a run has finished so far."""
     path = out / "metrics.jsonl"
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
+    return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
 
 def equal(a, b):

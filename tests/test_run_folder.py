@@ -22,6 +22,7 @@ from runs import assert_equal_runs, config_of, rounds_in, rows_of, start
 import common
 import fedavg
 import fedprox
+import scaffold
 
 
 class Killed(BaseException):
@@ -464,7 +465,7 @@ LEFT_BY_A_KILL = [
     "best.pt.7.tmp",
     "best-7.pt",
     "best-2.pt.7.tmp",
-    "clients/1.pt.7.tmp",
+    "clients.2.tmp/1.pt",
     "states/1-1.pt",
     "states/1-2.pt.7.tmp",
 ]
@@ -476,11 +477,34 @@ def test_resume_deletes_what_a_kill_left_and_nothing_else(tmp_path):
     out = tmp_path / "run"
     fedavg.main([*TINY, "--local-steps", "1", "--save-clients", "--out", str(out)])
     before = {path.relative_to(out) for path in out.glob("**/*")}
+    (out / "clients.2.tmp").mkdir()
     for name in [*LEFT_BY_A_KILL, *A_USERS_OWN]:
         (out / name).write_text("x")
     fedavg.main(["--out", str(out), "--resume"])
     added = {str(path.relative_to(out)) for path in out.glob("**/*")} - set(map(str, before))
     assert added == set(A_USERS_OWN)
+
+
+def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path):
+    out = tmp_path / "run"
+    argv = [*TINY, "--local-steps", "1", "--sample", "0.5", "--save-clients", "--out", str(out)]
+    for rounds in (2, 3):
+        _, rows = fedavg.main([*argv, "--rounds", str(rounds), *["--resume"] * (rounds == 3)])
+        saved = {int(path.stem) for path in (out / "clients").iterdir()}
+        assert saved == set(rows[-1]["clients"])
+    assert rows[1]["clients"] != rows[2]["clients"]
+
+
+def test_a_longer_run_that_is_refused_in_its_first_new_round_loses_nothing(tmp_path, capsys):
+    """A client's state is read when the client trains, after others have sent their models."""
+    out = tmp_path / "run"
+    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1", "--out", out]
+    scaffold.main([*map(str, argv)])
+    state = max((out / "states").iterdir())
+    state.write_bytes(b"")
+    before = {path: path.read_bytes() for path in out.glob("**/*.*[lt]") if path.is_file()}
+    refused(capsys, scaffold, [*argv, "--rounds", 3, "--resume"], state.name)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_folder_with_a_users_own_file_is_not_taken(tmp_path, capsys):
@@ -778,29 +802,27 @@ def test_files_of_the_last_round_go_when_rounds_grow(tmp_path):
         f"{k}.pt" for k in rows[-1]["clients"]
     }
     assert earlier != {path.name for path in (out / "clients").iterdir()}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, "train", raise_interrupt)
-        patch.setattr(common, "one_line_errors", lambda *_: contextlib.nullcontext())
-        fedavg.main(["--out", str(out), "--resume", "--rounds", "5", "--save-clients"])
-    assert not (out / "model.pt").exists()
-    assert not (out / "clients").exists()
 
 
 def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
-    """Those of the last round go when config.json tells of more, or at the next resume."""
+    """Those of the last round go when the first new one is kept, or that of the next resume."""
     out = tmp_path / "run"
     words = [*TINY, "--local-steps", "1", "--save-clients", "--out", str(out)]
     fedavg.main([*words, "--rounds", "1"])
-    more = ["--out", str(out), "--resume", "--rounds", "2"]
-    for cls, name, left in ((common.RunFolder, "write_config", 1), (common.shutil, "rmtree", 2)):
+    more = ["--out", str(out), "--resume", "--rounds", "3"]
+    for owner, name, rounds in (
+        (common.RunFolder, "write_config", 1),
+        (common, "measure_round", 3),
+        (common.shutil, "rmtree", 3),
+    ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(cls, name, raise_killed)
+            patch.setattr(owner, name, raise_killed)
             fedavg.main(more)
-        assert config_of(out)["flags"]["rounds"] == left
+        assert config_of(out)["flags"]["rounds"] == rounds
         assert (out / "model.pt").exists()
         assert len(list((out / "clients").iterdir())) == 4
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(common, "train", raise_killed)
+        patch.setattr(common.RunFolder, "append", raise_killed)
         fedavg.main(more[:-2])
     assert not (out / "model.pt").exists()
     assert not (out / "clients").exists()
@@ -808,7 +830,3 @@ def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
 
 def raise_killed(*_, **__):
     raise Killed
-
-
-def raise_interrupt(*_):
-    raise KeyboardInterrupt

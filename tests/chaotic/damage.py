@@ -8,6 +8,7 @@ import random
 import shutil
 
 from chaotic.world import METHODS, SIGHTS, difference, files_of, train
+from runs import rounds_in
 
 COMMANDS = {  # what reads the files, and in which folder of the World
     "resume": "new",
@@ -105,7 +106,7 @@ def read_again(world, folder, i, command, joined):
     """Return what is wrong with a command on a run that was damaged, "" if nothing.
 
     joined: files of the user's that must stay."""
-    before = files_of(folder)
+    before, rounds = files_of(folder), rounds_in(folder / "run")
     if command in SIGHTS:
         outcome, found = world.see(folder, command)
         same = found == world.seen(i, 4, command)
@@ -117,9 +118,11 @@ def read_again(world, folder, i, command, joined):
     gone = [path.name for path in joined if not path.exists()]
     if gone:
         return f"{gone[0]}, which is the user's, was removed"
-    if outcome.code == 2:
-        after = files_of(folder)  # where a cache may be another
-        changed = [p for p in before if p.name[0] != "." and after.get(p) != before[p]]
+    if outcome.code == 2 and rounds_in(folder / "run") <= rounds:
+        # a cache may be another, and the rounds that are to be trained may be written down
+        free = {path for path in before if path.name[0] == "." or path.name == "config.json"}
+        after = files_of(folder)
+        changed = [path for path in before if path not in free and after.get(path) != before[path]]
         return changed and f"refused, but changed {changed[0].relative_to(folder)}" or ""
     if command in SIGHTS:
         return "" if same else "other results, without a word"
