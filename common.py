@@ -227,9 +227,7 @@ def begin(args, folder, ranks, data, make_net):
     if resolve_augment(args) and not (square and data.x.dtype == torch.uint8):
         raise UserError("argument --augment: for square images of uint8; use none")
     parts = partition(data, args)
-    tests = None
-    if args.client_test:
-        tests = extra("partitions", "--client-test").client_test_indices(data, parts, args)
+    tests = client_tests(data, parts, args)
     folder.know_data(data_digests(data, parts + (tests or [])))
     data = data.to(device)
     net = make_net(data)
@@ -1462,6 +1460,13 @@ def partition(data, args):
                 "use fewer --clients"
             )
     return parts
+
+
+def client_tests(data, parts, args):
+    """Return the test indices of each client with --client-test, else None."""
+    if not args.client_test:
+        return None
+    return extra("partitions", "--client-test").client_test_indices(data, parts, args)
 
 
 def no_writers(args):
@@ -2818,6 +2823,21 @@ def check_resumed(args, flags):
 LOCKS = set()  # of run folders that this process has taken
 
 
+def check_data(config, out, digests):
+    """Raise UserError where data_digests() are not those that the run in out began with.
+
+    config: its config.json, which has none in older runs."""
+    began = config.get("data", digests)
+    for what, digest in digests.items():
+        if not isinstance(began, dict) or began.get(what) != digest:
+            if what == "partition":
+                what = f"clients' shares (--partition {config['flags']['partition']})"
+            raise UserError(
+                f"{out}: the {what} of the data are not those that the run began with; put them "
+                "back, or start a new run with another --out"
+            )
+
+
 def forget_locks():
     """Close a forked process' copies: one that decodes images may outlive a run that is killed."""
     for lock in LOCKS - {None}:
@@ -3026,15 +3046,8 @@ class RunFolder:
     def know_data(self, digests):
         """Keep the digests of the run's data. UserError where a resumed run began with others."""
         self.digests = digests
-        began = self.config.get("data", digests) if self.config else digests
-        for what, digest in digests.items():
-            if not isinstance(began, dict) or began.get(what) != digest:
-                if what == "partition":
-                    what = f"clients' shares (--partition {self.args.partition})"
-                raise UserError(
-                    f"--resume: the {what} of the data are not those that the run in {self.out} "
-                    "began with; put them back, or start a new run with another --out"
-                )
+        if self.config:
+            check_data(self.config, self.out, digests)
 
     def create(self, workers, threads):
         """Write down all that a new run depends on."""

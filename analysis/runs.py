@@ -161,16 +161,14 @@ def open_run(path, device="auto", data_dir=None):
 
     Its data, partition and network are made anew from its recorded flags, in fp32. device and
     data_dir replace the run's own, the latter unless None. Raises UserError for a folder that is
-    no finished run, or holds files that are not its own.
+    no finished run, or holds files that are not its own, and for data that are not the run's.
     """
     path = pathlib.Path(path)
     config = common.read_config(path, "")
-    if not (path / "model.pt").exists():
-        raise common.UserError(
-            f"{path / 'model.pt'}: missing; the run has not finished "
-            f"(--out {path} --resume continues it)"
-        )
-    flags = config["flags"]
+    flags, rows = config["flags"], read_rows(path / "metrics.jsonl")
+    last = config.get("stopped", flags["rounds"])
+    if not (path / "model.pt").exists() or rows[-1]["round"] < last:
+        raise common.UserError(f"{path}: has not finished (--out {path} --resume continues it)")
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
     words = [*config["argv"], f"--device={device}", "--precision=fp32"]
@@ -180,10 +178,11 @@ def open_run(path, device="auto", data_dir=None):
         call = method_call(config["script"], words)
     except common.UserError as error:
         raise common.UserError(f"{path / 'config.json'}: {error}") from None
-    rows = read_rows(path / "metrics.jsonl")
     torch_device = common.set_up_device(call.args)
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
+    tests = common.client_tests(data, parts, call.args)
+    common.check_data(config, path, common.data_digests(data, parts + (tests or [])))
     data = data.to(torch_device)
     call.args.init = None  # its weights are model.pt's
     net = common.prepare_net(data, call.args, call.method.adapt)
@@ -230,7 +229,10 @@ def check_new(path, name, picture_keys=()):
     was killed while it wrote, with NAME.unfinished beside it, may be written again.
     """
     path = pathlib.Path(path)
-    if not (path / f"{name}.json").exists() and (path / f"{name}.unfinished").exists():
+    unfinished = path / f"{name}.unfinished"
+    if (path / f"{name}.json").exists():
+        unfinished.unlink(missing_ok=True)  # killed behind the last write
+    elif unfinished.exists():
         return
     for file in (f"{name}.json", f"{name}.npz", *(f"{name}-{key}.pdf" for key in picture_keys)):
         if (path / file).exists():

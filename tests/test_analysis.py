@@ -129,8 +129,10 @@ def test_an_analysis_killed_while_it_writes_is_repeated(run, monkeypatch, done):
     similarity.main([str(run), "--name", "a"])
     files = sorted(path.name for path in run.glob("a[.-]*"))
     assert set(written) <= set(files) <= {*written, "a.npz"}
+    (run / "a.unfinished").touch()  # as a kill behind the last write leaves it
     with pytest.raises(common.UserError, match="exists already"):
         runs.check_new(run, "a")
+    assert not (run / "a.unfinished").exists()
 
 
 def test_a_users_own_file_is_no_analysis(run):
@@ -170,7 +172,7 @@ def test_bad_global_model(run, capsys):
     common.save(other_weights(), run / "model.pt")
     refused_amid_output(capsys, hessian_eval, [run], "model.pt", "62 classes")
     (run / "model.pt").unlink()
-    refused_amid_output(capsys, hessian_eval, [run], "model.pt", "not finished")
+    refused_amid_output(capsys, hessian_eval, [run], str(run), "not finished", "--resume")
 
 
 def test_bad_config(run, original_run, capsys):
@@ -219,6 +221,14 @@ def test_files_of_another_round(run, tmp_path, capsys):
     refused_amid_output(capsys, hessian_eval, argv, "best.pt", message)
     moved(longer, "clients/1.pt", longer / "clients" / "2.pt")
     refused_amid_output(capsys, similarity, [longer], "its client is 2, and should be 1")
+
+
+def test_a_run_that_is_to_go_on_is_not_analysed(run, capsys):
+    """It was resumed with more rounds, and stopped before the first of them."""
+    config = json.loads((run / "config.json").read_text())
+    config["flags"]["rounds"] += 1
+    (run / "config.json").write_text(json.dumps(common.sealed(config)))
+    refused_amid_output(capsys, similarity, [run], str(run), "has not finished", "--resume")
 
 
 def test_files_of_another_run(run, tmp_path, capsys):

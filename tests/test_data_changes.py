@@ -6,13 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, make_folder
+from conftest import TINY, make_folder, refused_amid_output
 from PIL import Image
 from runs import config_of
 from support import make_imagenet
 
 import common
 import fedavg
+from analysis import similarity
 
 SMALL = [*TINY, *"--partition iid --clients 2 --batch-size 4 --local-steps 1".split()]
 
@@ -29,7 +30,7 @@ def resumed(out, *words, more=()):
         fedavg.main(["--out", str(out), "--resume", "--rounds", "2", *more])
     err = str(stop.value)
     assert len(err.splitlines()) == 1, err
-    for word in ("--resume", str(out), *words):
+    for word in (str(out), *words):
         assert word in err, err
     assert content_of(out) == before
 
@@ -49,6 +50,13 @@ def folder_run(originals, tmp_path):
     """A copy of the run on images, to be changed: (the images' folder, the run's)."""
     shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
     return tmp_path / "images", tmp_path / "run"
+
+
+def test_an_analysis_reads_the_data_of_the_run(folder_run, capsys):
+    root, out = folder_run
+    (root / "train" / "ape" / "0.png").unlink()
+    argv = [out, "--device", "cpu", *at(root)]
+    refused_amid_output(capsys, similarity, argv, str(out), "labels", "put them back")
 
 
 def at(root):
