@@ -419,9 +419,8 @@ def keep_client(fed, upload):
     folder.states.note(client.id, upload.version)
     t = fed.server["round"]
     if fed.args.save_clients and t == fed.args.rounds:
-        (folder.out / f"clients.{t}.tmp").mkdir(exist_ok=True)  # until the round is kept
         stamp = folder.stamp(t, client=client.id)
-        folder.save(upload.weights, f"clients.{t}.tmp/{client.id}.pt", stamp)
+        folder.save(upload.weights, f"clients.{t}.tmp/{client.id}.pt", stamp)  # until it is kept
 
 
 def check_finite(net, received, args, t):
@@ -3089,11 +3088,23 @@ class RunFolder:
         if {key: self.config.get(key) for key in allowed} != allowed:
             self.config |= allowed
             self.write_config()
-        shutil.rmtree(self.out / "clients", ignore_errors=True)
         (self.out / "model.pt").unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            t = fed.server["round"]
-            os.replace(self.out / f"clients.{t}.tmp", self.out / "clients")
+        self.exchange_clients(self.out / f"clients.{fed.server['round']}.tmp")
+
+    def exchange_clients(self, latest):
+        """Let clients/ hold the models in the folder latest, if there is one, and no earlier."""
+        clients = self.out / "clients"
+        for path in clients.glob("*.pt"):
+            if path.stem.isdecimal():  # others are not ours to delete
+                path.unlink()
+        if latest.exists():
+            clients.mkdir(exist_ok=True)
+            for path in latest.iterdir():
+                os.replace(path, clients / path.name)
+            latest.rmdir()
+        else:
+            with contextlib.suppress(OSError):
+                clients.rmdir()
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""
@@ -3111,6 +3122,7 @@ class RunFolder:
 
     def save(self, tree, name, stamp):
         """Write weights to a file of the folder."""
+        (self.out / name).parent.mkdir(exist_ok=True)
         save(tree, self.out / name, stamp)
 
     def append(self, row):
@@ -3178,8 +3190,8 @@ class RunFolder:
         self._load_rows(metrics, lines, fed.server["round"])
         if state:
             check_stamp(state, path, self.stamp_with_rows())
-        self.states.restore(fed.server["round"])
         self._check_best()
+        self.states.restore(fed.server["round"])
         self.write_rows()
         self.tidy()
         for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
