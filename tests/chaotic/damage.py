@@ -3,10 +3,12 @@
 What reproduce.compare reads, config.json and metrics.jsonl, is text that a user may edit: other
 numbers there are no failure of its. A resume has the checkpoint to hold them against."""
 
+import contextlib
 import os
 import random
 import shutil
 
+import common
 from chaotic.world import METHODS, SIGHTS, difference, files_of, train
 from runs import rounds_in
 
@@ -102,6 +104,15 @@ def case(world, n):
         return what, read_again(world, folder, i, command, {*path.parent.iterdir()} - others)
 
 
+def unnamed_states(out, files):
+    """Return the files, {path: bytes}, of client states that the checkpoint of a run has left."""
+    with contextlib.suppress(common.UserError):
+        table = common.load(out / "checkpoint.pt")["clients"]
+        named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
+        return {p for p in files if p.parent == out / "states" and p.name not in named}
+    return set()
+
+
 def read_again(world, folder, i, command, joined):
     """Return what is wrong with a command on a run that was damaged, "" if nothing.
 
@@ -118,9 +129,12 @@ def read_again(world, folder, i, command, joined):
     gone = [path.name for path in joined if not path.exists()]
     if gone:
         return f"{gone[0]}, which is the user's, was removed"
-    if outcome.code == 2 and rounds_in(folder / "run") <= rounds:
+    if outcome.code == 2:
+        if rounds_in(folder / "run") > rounds:
+            return ""  # it has trained some before it read the file
         # a cache may be another, and the rounds that are to be trained may be written down
         free = {path for path in before if path.name[0] == "." or path.name == "config.json"}
+        free |= unnamed_states(folder / "run", before)
         after = files_of(folder)
         changed = [path for path in before if path not in free and after.get(path) != before[path]]
         return changed and f"refused, but changed {changed[0].relative_to(folder)}" or ""
