@@ -6,6 +6,7 @@ numbers there are no failure of its. A resume has the checkpoint to hold them ag
 import contextlib
 import os
 import random
+import re
 import shutil
 
 import common
@@ -99,24 +100,53 @@ def case(world, n):
         if path.suffix in (".json", ".jsonl") and command == "compare":
             damage = rng.choice([delete, become])
         what = f"{METHODS[i]}, {command}, {path.relative_to(folder)}: "
-        others = {*path.parent.iterdir()}
+        others, whole = {*path.parent.iterdir()}, path.read_bytes()
         what += damage(path, world, rng)
-        return what, read_again(world, folder, i, command, {*path.parent.iterdir()} - others)
+        joined, damaged = {*path.parent.iterdir()} - others, mark(path)
+        fault = read_again(world, folder, i, command, joined)
+        if fault is None:
+            if path.parent.name in ("states", "clients") and mark(path) == damaged:
+                put_back(path, whole)  # nobody has read it: the client has not trained again
+            fault = difference(world.root / f"4-{i}" / "run", folder / "run")
+            fault = fault and f"done without a word, but {fault}"
+        return what, fault
 
 
-def unnamed_states(out, files):
-    """Return the files, {path: bytes}, of client states that the checkpoint of a run has left."""
-    with contextlib.suppress(common.UserError):
+def mark(path):
+    """Return what tells whether a path is still the one that it was, None if it is not there."""
+    return os.path.lexists(path) and (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns) or None
+
+
+def put_back(path, content):
+    """Let a path hold a file's content again."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def lost(folder, before):
+    """Return the files, {path: bytes}, that a resume may not change before it is refused, and has.
+
+    It may make another cache, note the rounds that are to be trained, and forget what came behind
+    the checkpoint: rows, a better model, states that it does not name."""
+    out, after = folder / "run", files_of(folder)
+    free = {path for path in before if re.match(r"\.|config\.json|best-", path.name)}
+    with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
         table = common.load(out / "checkpoint.pt")["clients"]
         named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
-        return {p for p in files if p.parent == out / "states" and p.name not in named}
-    return set()
+        free |= {p for p in before if p.parent == out / "states" and p.name not in named}
+    rows = out / "metrics.jsonl"
+    if rows in after and before.get(rows, b"").startswith(after[rows]):
+        free.add(rows)
+    return [path for path in before if path not in free and after.get(path) != before[path]]
 
 
 def read_again(world, folder, i, command, joined):
     """Return what is wrong with a command on a run that was damaged, "" if nothing.
 
-    joined: files of the user's that must stay."""
+    None where a run was trained to its end, which is to be compared with an uncut one's. joined:
+    files of the user's that must stay."""
     before, rounds = files_of(folder), rounds_in(folder / "run")
     if command in SIGHTS:
         outcome, found = world.see(folder, command)
@@ -132,15 +162,10 @@ def read_again(world, folder, i, command, joined):
     if outcome.code == 2:
         if rounds_in(folder / "run") > rounds:
             return ""  # it has trained some before it read the file
-        # a cache may be another, and the rounds that are to be trained may be written down
-        free = {path for path in before if path.name[0] == "." or path.name == "config.json"}
-        free |= unnamed_states(folder / "run", before)
-        after = files_of(folder)
-        changed = [path for path in before if path not in free and after.get(path) != before[path]]
-        return changed and f"refused, but changed {changed[0].relative_to(folder)}" or ""
+        changed = [path.relative_to(folder) for path in lost(folder, before)]
+        return changed and f"refused, but changed {changed[0]}" or ""
     if command in SIGHTS:
         return "" if same else "other results, without a word"
     for path in joined:
         path.unlink()
-    fault = difference(world.root / f"4-{i}" / "run", folder / "run")
-    return fault and f"done without a word, but {fault}"
+    return None
