@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -197,3 +198,16 @@ def test_gpu_refuses(capsys, argv, word):
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert word in err and len(err.splitlines()) == 1
+
+
+def test_uploads_are_added_up_in_two_ways():
+    """Over two ranks, with blocks of two and of one client."""
+    argv = "--model cnn --uploads 3 --blocks 2 --repeats 1".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "benchmarks" / "exchange.py")
+    done = subprocess.run([*command, "2", script, *argv], capture_output=True, env=environment)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    upload = 4 * sum(p.numel() for p in common.build_net("cnn", 100).parameters())
+    assert figures["received"] == {"in order": upload, "blocks": upload}
+    assert min(figures["seconds"].values()) > 0
