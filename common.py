@@ -68,7 +68,6 @@ import pathlib
 import platform
 import queue
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -2849,7 +2848,7 @@ if hasattr(os, "register_at_fork"):  # not where there are no forks
 
 # names of what a kill may leave; others are not ours to delete
 OWN_LEFTOVERS = re.compile(
-    r"best-\d+\.pt|clients\.\d+\.tmp|"
+    r"best-\d+\.pt|clients\.\d+\.tmp/\d+\.pt(\.\d+\.tmp)?|"
     r"(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp"
 )
 
@@ -3170,10 +3169,12 @@ class RunFolder:
         best = self.out / f"best-{(best_row(self.rows) or {}).get('round')}.pt"
         if best.exists():
             os.replace(best, self.out / "best.pt")
-        for path in self.out.iterdir():
-            if OWN_LEFTOVERS.fullmatch(path.name):
-                remove = shutil.rmtree if path.is_dir() else os.unlink
-                remove(path)
+        for path in [*self.out.iterdir(), *self.out.glob("clients.*.tmp/*")]:
+            if OWN_LEFTOVERS.fullmatch(path.relative_to(self.out).as_posix()):
+                path.unlink()
+        for folder in self.out.glob("clients.*.tmp"):
+            with contextlib.suppress(OSError):  # where a user's own files are in it
+                folder.rmdir()
 
     def restore(self, fed):
         """Fill fed from the checkpoint, if there is one, and forget the rounds after it."""

@@ -469,7 +469,14 @@ LEFT_BY_A_KILL = [
     "states/1-1.pt",
     "states/1-2.pt.7.tmp",
 ]
-A_USERS_OWN = ["notes.tmp", "a.json.7.tmp", "best-of-all.pt", "clients/x.tmp", "states/mine.pt"]
+A_USERS_OWN = [
+    "clients.3.tmp/x.pt",
+    "notes.tmp",
+    "a.json.7.tmp",
+    "best-of-all.pt",
+    "clients/x.tmp",
+    "states/mine.pt",
+]
 
 
 def test_resume_deletes_what_a_kill_left_and_nothing_else(tmp_path):
@@ -478,11 +485,12 @@ def test_resume_deletes_what_a_kill_left_and_nothing_else(tmp_path):
     fedavg.main([*TINY, "--local-steps", "1", "--save-clients", "--out", str(out)])
     before = {path.relative_to(out) for path in out.glob("**/*")}
     (out / "clients.2.tmp").mkdir()
+    (out / "clients.3.tmp").mkdir()
     for name in [*LEFT_BY_A_KILL, *A_USERS_OWN]:
         (out / name).write_text("x")
     fedavg.main(["--out", str(out), "--resume"])
     added = {str(path.relative_to(out)) for path in out.glob("**/*")} - set(map(str, before))
-    assert added == set(A_USERS_OWN)
+    assert added == {*A_USERS_OWN, "clients.3.tmp"}
 
 
 def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path):
