@@ -129,9 +129,10 @@ def lost(folder, before):
     """Return the files, {path: bytes}, that a resume may not change before it is refused, and has.
 
     It may make another cache, note the rounds that are to be trained, and forget what came behind
-    the checkpoint: rows, a better model, states that it does not name."""
+    the checkpoint: rows, a better model, models of clients, states that it does not name."""
     out, after = folder / "run", files_of(folder)
-    free = {path for path in before if re.match(r"\.|config\.json|best-", path.name)}
+    forgotten = re.compile(r"\.|config\.json|best-\d+\.pt|clients\.\d+\.tmp")
+    free = {p for p in before if any(map(forgotten.match, p.relative_to(folder).parts))}
     with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
         table = common.load(out / "checkpoint.pt")["clients"]
         named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
