@@ -3087,23 +3087,26 @@ class RunFolder:
         if {key: self.config.get(key) for key in allowed} != allowed:
             self.config |= allowed
             self.write_config()
-        (self.out / "model.pt").unlink(missing_ok=True)
         self.exchange_clients(self.out / f"clients.{fed.server['round']}.tmp")
+        (self.out / "model.pt").unlink(missing_ok=True)
 
     def exchange_clients(self, latest):
         """Let clients/ hold the models in the folder latest, if there is one, and no earlier."""
+
+        def models(folder):  # other files are a user's
+            return [path for path in folder.glob("*.pt") if path.stem.isdecimal()]
+
         clients = self.out / "clients"
-        for path in clients.glob("*.pt"):
-            if path.stem.isdecimal():  # others are not ours to delete
+        for path in models(clients):
+            if not path.is_dir():
                 path.unlink()
         if latest.exists():
             clients.mkdir(exist_ok=True)
-            for path in latest.iterdir():
-                os.replace(path, clients / path.name)
-            latest.rmdir()
-        else:
+        for path in models(latest):
+            os.replace(path, clients / path.name)
+        for folder in (latest, clients):
             with contextlib.suppress(OSError):
-                clients.rmdir()
+                folder.rmdir()  # if it is empty
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""
@@ -3207,7 +3210,7 @@ class RunFolder:
         """Raise UserError where the best model so far is damaged, or of another run or round."""
         t = (best_row(self.rows) or {}).get("round")
         path = next(
-            (p for p in (self.out / f"best-{t}.pt", self.out / "best.pt") if p.exists()), None
+            filter(os.path.lexists, (self.out / f"best-{t}.pt", self.out / "best.pt")), None
         )
         if path and t:
             check_stamp(load(path, "model"), path, self.stamp(t))

@@ -248,6 +248,10 @@ def test_a_damaged_best_model_is_found_on_resume(tmp_path):
     common.save(weights, out / "best.pt", {**weights.stamp, "round": 9})
     with pytest.raises(common.UserError, match="best.pt: its round is 9"):
         fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
+    (out / "best.pt").unlink()
+    (out / "best.pt").symlink_to("best.pt")
+    with pytest.raises(common.UserError, match="best.pt: not a readable model"):
+        fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
 
 
 def test_best_waits_for_its_checkpoint(tmp_path):
@@ -516,6 +520,16 @@ def test_a_longer_run_that_is_refused_in_its_first_new_round_loses_nothing(tmp_p
     before = {path: path.read_bytes() for path in out.glob("**/*.*[lt]") if path.is_file()}
     refused(capsys, scaffold, [*argv, "--rounds", 3, "--resume"], state.name)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_in_the_place_of_a_clients_model_loses_nothing(tmp_path, capsys):
+    out = tmp_path / "run"
+    argv = [*TINY, "--rounds", 1, "--local-steps", "1", "--save-clients", "--out", out]
+    fedavg.main([*map(str, argv)])
+    (out / "clients" / "2.pt").unlink()
+    (out / "clients" / "2.pt").mkdir()
+    refused(capsys, fedavg, ["--out", out, "--resume", "--rounds", 2], "2.pt")
+    assert (out / "model.pt").exists()
 
 
 def test_a_folder_with_a_users_own_file_is_not_taken(tmp_path, capsys):
