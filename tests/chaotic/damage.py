@@ -105,9 +105,11 @@ def case(world, n):
         joined, damaged = {*path.parent.iterdir()} - others, mark(path)
         fault = read_again(world, folder, i, command, joined)
         if fault is None:
-            if path.parent.name in ("states", "clients") and mark(path) == damaged:
-                put_back(path, whole)  # nobody has read it: the client has not trained again
-            fault = difference(world.root / f"4-{i}" / "run", folder / "run")
+            whole_run = world.root / f"4-{i}" / "run"
+            unread = path.parent.name in ("states", "clients") or damaged is None
+            if unread and mark(path) == damaged and (whole_run / path.relative_to(part)).exists():
+                put_back(path, whole)  # the client has not trained again; no model was better
+            fault = difference(whole_run, folder / "run")
             fault = fault and f"done without a word, but {fault}"
         return what, fault
 
@@ -169,4 +171,6 @@ def read_again(world, folder, i, command, joined):
         return "" if same else "other results, without a word"
     for path in joined:
         path.unlink()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()  # which stayed for its sake
     return None

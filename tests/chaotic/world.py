@@ -121,6 +121,8 @@ def content(path):
     if path.name == "config.json":
         config = json.loads(path.read_text())
         return config["script"], {k: config["flags"][k] for k in ("rounds", "seed", "lr")}
+    if not path.is_file():
+        return "no file"
     return rows_of(path.parent) if path.name == "metrics.jsonl" else path.read_bytes()
 
 
