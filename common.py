@@ -2818,6 +2818,7 @@ def check_resumed(args, flags):
         )
 
 
+VERSIONS = {"torch": torch.__version__, "numpy": np.__version__}  # which decide the last bits
 LOCKS = set()  # of run folders that this process has taken
 
 
@@ -2978,6 +2979,7 @@ class RunFolder:
         self.states = States(self.out / "states")
         self.clock = None  # when the last round was evaluated, or the first one began
         self.taken, self.lock = False, None
+        self.made = []  # folders
 
     def take(self):
         """Lock the folder and look into it; UserError, before any long work, if it is not free."""
@@ -2986,6 +2988,7 @@ class RunFolder:
             self._lock()
             self.config = read_config(self.out)
             check_resumed(self.args, self.config["flags"])
+            self.compare_versions()
             if self.config.get("code") and self.code:
                 extra("identity", "--resume").check_same(self.out, self.config["code"], self.code)
             # 0 workers: a GPU's number was never settled
@@ -3000,12 +3003,20 @@ class RunFolder:
         )
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{taken} folder")
+        self.made = [path for path in (self.out, *self.out.parents) if not path.exists()]
         self.out.mkdir(parents=True, exist_ok=True)
         self._lock()
         # what a kill before the first complete file leaves is no run
         if any(not re.fullmatch(r"config\.json\.\d+\.tmp", p.name) for p in self.out.iterdir()):
             raise UserError(f"{taken} folder")
         self.tidy()
+
+    def compare_versions(self):
+        """Say where the run began with other libraries, which may change the last bits."""
+        began = self.config.get("versions", {})
+        changed = [f"{k} {began[k]} (now {v})" for k, v in VERSIONS.items() if began.get(k, v) != v]
+        if changed:
+            print(f"{self.out}: began with {' and '.join(changed)}", file=sys.stderr)
 
     def _lock(self):
         """Keep the folder from other processes until close(), or until this one ends.
@@ -3032,11 +3043,12 @@ class RunFolder:
         LOCKS.add(lock)
 
     def close(self):
-        """Unlock the folder, and remove it if nothing was written."""
+        """Unlock the folder, and remove it if nothing was written, with those made for it."""
         if not self.taken:
             return
-        with contextlib.suppress(OSError):
-            self.out.rmdir()
+        for path in [self.out, *self.made[1:]]:
+            with contextlib.suppress(OSError):
+                path.rmdir()
         LOCKS.discard(self.lock)
         if self.lock is not None:
             os.close(self.lock)
@@ -3049,7 +3061,6 @@ class RunFolder:
 
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
-        versions = {"torch": torch.__version__, "numpy": np.__version__}
         code = self.code and self.code.parts
         words = json.dumps([self.script, self.decisive(), self.digests, code], sort_keys=True)
         self.config = {
@@ -3061,7 +3072,7 @@ class RunFolder:
             "threads": threads,
             "moved": self.args.moved,
             "device": hardware(self.args.device),
-            "versions": {"python": platform.python_version(), **versions},
+            "versions": {"python": platform.python_version(), **VERSIONS},
             "code": code,
             "commit": commit(self.code.files if self.code else ()),
             "data": self.digests,
@@ -3077,15 +3088,16 @@ class RunFolder:
     def settle(self, fed):
         """Prepare the folder for the row of the round that has been trained.
 
-        Note what a GPU has allowed: the number of workers, and steps as CUDA graphs. What is of an
-        earlier last round is deleted only now: a resume that was refused has lost nothing."""
+        Note what a GPU has allowed: the number of workers, and steps as CUDA graphs. Only now does
+        a finished run that is to have more rounds become one that is not, and what is of its last
+        round goes: a resume that is refused or ends before has changed nothing."""
         allowed = {"workers": len(fed.pool.workers), "graph": fed.args.capture}
         lost = self.config.get("graph") and not fed.args.capture
         if lost and self.args.resume and self.args.deterministic:
             why = f"a step cannot be a CUDA graph now, as --deterministic has it in {self.out}"
             raise UserError(f"--resume: {why}; start a new run with --no-graph and another --out")
-        if {key: self.config.get(key) for key in allowed} != allowed:
-            self.config |= allowed
+        self.config |= allowed
+        if sealed(self.config) != self.config:
             self.write_config()
         self.exchange_clients(self.out / f"clients.{fed.server['round']}.tmp")
         (self.out / "model.pt").unlink(missing_ok=True)
@@ -3104,9 +3116,11 @@ class RunFolder:
             clients.mkdir(exist_ok=True)
         for path in models(latest):
             os.replace(path, clients / path.name)
+        sync_path(clients)
         for folder in (latest, clients):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
+        sync_path(self.out)
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""
@@ -3198,22 +3212,27 @@ class RunFolder:
         self.states.restore(fed.server["round"])
         self.write_rows()
         self.tidy()
+        finished = fed.server["round"] in (flags["rounds"], self.config.get("stopped"))
         for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
             value = getattr(self.args, flag)
             if value != flags.get(flag):
                 flags[flag] = value
                 self.config["argv"] += [f"--{flag.replace('_', '-')}", str(value)]
         self.config.pop("stopped", None)  # by on_round
-        self.write_config()
+        if not finished:  # else it stays so until settle()
+            self.write_config()
 
     def _check_best(self):
-        """Raise UserError where the best model so far is damaged, or of another run or round."""
+        """Raise UserError where the best model so far is damaged, or of another run or round.
+
+        Where it is missing, say so."""
         t = (best_row(self.rows) or {}).get("round")
-        path = next(
-            filter(os.path.lexists, (self.out / f"best-{t}.pt", self.out / "best.pt")), None
-        )
-        if path and t:
-            check_stamp(load(path, "model"), path, self.stamp(t))
+        if t is None:
+            return
+        for path in (self.out / f"best-{t}.pt", self.out / "best.pt"):
+            if os.path.lexists(path):
+                return check_stamp(load(path, "model"), path, self.stamp(t))
+        print(f"{path}: missing, and with it the model of round {t}, the best", file=sys.stderr)
 
     def _load_checkpoint(self, path, fed):
         state = load(path)

@@ -254,6 +254,24 @@ def test_a_damaged_best_model_is_found_on_resume(tmp_path):
         fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
 
 
+def test_a_missing_best_model_is_told(tmp_path, capsys):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
+    (out / "best.pt").unlink()
+    fedavg.main(["--out", str(out), "--resume"])
+    t = common.best_row(rows_of(out))["round"]
+    line = f"{out / 'best.pt'}: missing, and with it the model of round {t}, the best\n"
+    assert capsys.readouterr().err == line
+
+
+def test_other_versions_are_told(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--rounds", "1", "--local-steps", "1", "--out", str(out)])
+    monkeypatch.setitem(common.VERSIONS, "torch", "9.0.0")
+    fedavg.main(["--out", str(out), "--resume"])
+    assert capsys.readouterr().err == f"{out}: began with torch {torch.__version__} (now 9.0.0)\n"
+
+
 def test_best_waits_for_its_checkpoint(tmp_path):
     """best.pt of the last checkpoint stays while rounds behind it may yet be forgotten."""
     out = tmp_path / "run"
@@ -517,9 +535,10 @@ def test_a_longer_run_that_is_refused_in_its_first_new_round_loses_nothing(tmp_p
     scaffold.main([*map(str, argv)])
     state = max((out / "states").iterdir())
     state.write_bytes(b"")
-    before = {path: path.read_bytes() for path in out.glob("**/*.*[lt]") if path.is_file()}
+    before = {path: path.read_bytes() for path in out.glob("**/*.*") if path.is_file()}
     refused(capsys, scaffold, [*argv, "--rounds", 3, "--resume"], state.name)
     assert {path: path.read_bytes() for path in before} == before
+    scaffold.main(["--out", str(out), "--resume"])  # is finished, as it was
 
 
 def test_a_folder_in_the_place_of_a_clients_model_loses_nothing(tmp_path, capsys):
@@ -836,9 +855,9 @@ def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
     fedavg.main([*words, "--rounds", "1"])
     more = ["--out", str(out), "--resume", "--rounds", "3"]
     for owner, name, rounds in (
+        (common, "measure_round", 1),
         (common.RunFolder, "write_config", 1),
-        (common, "measure_round", 3),
-        (common.RunFolder, "settle", 3),
+        (common.RunFolder, "exchange_clients", 3),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             patch.setattr(owner, name, raise_killed)
