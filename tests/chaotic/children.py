@@ -32,6 +32,7 @@ sys.modules["matplotlib"] = None  # an analysis without pictures is a faster one
 
 SECONDS = 40  # a child that takes longer hangs
 MEMORY = 4 << 30  # bytes that a child may take beside what it starts with
+NOTES = "is not cached", "cannot be locked here", "best.pt: missing"  # lines beside the one
 
 
 class Outcome(NamedTuple):
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
         """Return what is wrong with it: another code than those, or not one line with all but 0.
 
         "" if it is as it should be."""
-        lines = self.err.splitlines()
+        lines = [s for s in self.err.splitlines() if not any(note in s for note in NOTES)]
         tail = lines[-1] if lines else ""
         if self.code is None:
             return "a hang"
@@ -53,8 +54,6 @@ class Outcome(NamedTuple):
             return f"a traceback: {tail}"
         if self.code not in codes:
             return f"exit code {self.code}, {tail or 'nothing said'}"
-        if self.code == 0 and len(lines) == 1 and "is not cached" in tail:
-            return ""  # as the data's folder cannot be written
         if self.code > 0 and len(lines) != 1 or self.code == 0 and lines:
             return f"exit code {self.code} with {len(lines)} lines on stderr: {lines[0]}"
         return ""

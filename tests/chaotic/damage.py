@@ -130,10 +130,10 @@ def put_back(path, content):
 def lost(folder, before):
     """Return the files, {path: bytes}, that a resume may not change before it is refused, and has.
 
-    It may make another cache, note the rounds that are to be trained, and forget what came behind
-    the checkpoint: rows, a better model, models of clients, states that it does not name."""
+    It may make another cache, and forget what came behind the checkpoint: rows, a better model,
+    models of clients, states that it does not name."""
     out, after = folder / "run", files_of(folder)
-    forgotten = re.compile(r"\.|config\.json|best-\d+\.pt|clients\.\d+\.tmp")
+    forgotten = re.compile(r"\.|best-\d+\.pt|clients\.\d+\.tmp")
     free = {p for p in before if any(map(forgotten.match, p.relative_to(folder).parts))}
     with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
         table = common.load(out / "checkpoint.pt")["clients"]

@@ -71,10 +71,6 @@ def cut_once(folder, method, how, at):
     outcome = train(folder, method, "--rounds", 4, how=how, at=at, meanwhile=rival)
     if outcome.code == -signal.SIGKILL and how in ("kill", "torn", "power"):
         return "", False
-    if how == "full":  # a cache or a lock that cannot be had is a note
-        notes = "is not cached", "cannot be locked here"
-        lines = [line for line in outcome.err.splitlines() if not any(n in line for n in notes)]
-        outcome = outcome._replace(err="\n".join(lines))
     refused = outcome.code == 2 and not outcome.fault(2)
     fault = outcome.fault(*HOW.get(how, (0,)))
     if rivals and not fault:
