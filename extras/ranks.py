@@ -310,7 +310,7 @@ def broadcast(tree, owner, wait=finish):
 
 
 NOTES = ("samples", "version")  # of an Upload, beside its tensors
-COUNTS = ("bytes_down", "bytes_up")  # of a Client
+COUNTS = ("bytes_down", "bytes_up", "model")  # of a Client
 
 
 def exchange(client, upload, owner, worker, own):

@@ -3,6 +3,7 @@
 The whole matrix of methods, ranks and workers, and kills at random, are in tests/ranks.py, which is
 run by hand."""
 
+import importlib
 import json
 import os
 import signal
@@ -16,12 +17,13 @@ import torch
 from conftest import TINY
 from ranks import assert_equal, run_ranks, start
 from runs import rounds_in
+from test_docs import write_scripts
 
 import common
 import fedavg
 import scaffold
 from extras import ranks as engine
-from methods import ROOT, SCRIPTS
+from methods import ROOT
 
 STEPS = ["--rounds", "3", "--local-steps", "3", "--workers"]
 
@@ -38,23 +40,32 @@ RUNS = {  # each way that something travels: sums, records, states, a second syn
     "doubles": "qfedavg --drop-last --batch-size 60 --clients 6",
     "records": "rfedavg --variant rfedavg --sample 0.5",
     "second": "rfedavg --sample 0.5 --clients 6",
+    # bytes of a part of the model, clients' own networks; evaluation of held-out samples
+    "personal": "fedper --sample 0.5 --clients 6 --client-test --validation 0.2",
 }
 
 
-def test_two_ranks_give_the_run_of_one_process(tmp_path):
+def on_path(folder):
+    """Return code that lets ranks import from a folder."""
+    return f"import sys; sys.path.append({str(folder)!r})\n"
+
+
+def test_two_ranks_give_the_run_of_one_process(tmp_path, monkeypatch):
     """Also a run that one process began and two went on with, and the other way round."""
+    write_scripts(ROOT / "docs" / "personal.md", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     lines = []
     for key, words in RUNS.items():
         name, *words = words.split()
         words = [*TINY, *words, *STEPS]
-        SCRIPTS[name].main([*words, "2", "--out", str(tmp_path / "one" / key)])
+        importlib.import_module(name).main([*words, "2", "--out", str(tmp_path / "one" / key)])
         lines.append(" ".join([name, *words, "1", "--out", str(tmp_path / "two" / key)]))
     cut, back = tmp_path / "cut", tmp_path / "back"
     argv = [*TINY, *RUNS["sums"].split()[1:], *STEPS, "1"]
     scaffold.main([*argv, "--rounds", "2", "--out", str(cut)])
     lines.append(f"scaffold --out {cut} --resume --rounds 3 --workers 2 --quiet")
     lines.append(" ".join(["scaffold", *argv, "--rounds", "1", "--out", str(back)]))
-    code, err = run_ranks(lines, 2, tmp_path)
+    code, err = run_ranks(lines, 2, tmp_path, before=on_path(tmp_path))
     assert code == 0, err
     scaffold.main(["--out", str(back), "--resume", "--rounds", "3", "--workers", "2"])
     for key in RUNS:
