@@ -452,17 +452,17 @@ def synchronise(fed, received, after_round):
 def measure_round(fed, received, seconds):
     """Return the round's row of metrics.jsonl; evaluate where that is due."""
     args, t, folder = fed.args, fed.server["round"], fed.folder
-    start = time.perf_counter()
+    start, pool_map = time.perf_counter(), fed.ranks.map(fed.pool.map)
     accuracy, loss, by_client = None, None, {}
     if t == args.rounds or t % args.eval_every == 0:
         hits = torch.zeros(len(fed.data.y_test), dtype=torch.bool)
-        accuracy, loss = evaluate(fed.net, fed.data, args, fed.ranks.map(fed.pool.map), hits)
+        accuracy, loss = evaluate(fed.net, fed.data, args, pool_map, hits)
         if fed.tests:
             by_client = extra("partitions", "--client-test").client_readings(fed, hits)
     row = {"test_acc": accuracy, "test_loss": loss}
     if accuracy is not None and fed.data.x_val is not None:
         held = dataclasses.replace(fed.data, x_test=fed.data.x_val, y_test=fed.data.y_val)
-        row["val_acc"], row["val_loss"] = evaluate(fed.net, held, args, fed.pool.map)
+        row["val_acc"], row["val_loss"] = evaluate(fed.net, held, args, pool_map)
     folder.clock = time.perf_counter()
     uploads, size = received.uploads, nbytes(fed.net.state_dict())
     samples = sum(upload.samples for upload in uploads)

@@ -320,10 +320,12 @@ def personal_hits(fed, hits):
     client has none. Samples that are no client's are as in hits. UserError for weights that are not
     the network's."""
     net, weights, found = common.copy_net(fed.net), fed.net.state_dict(), hits.clone()
-    for client, test in enumerate(fed.tests):
-        personal = fed.folder.states.read(client).get("personal")
+
+    def own_hits(client):
+        """Return which of a client's test samples its own network has right; None without one."""
+        personal, test = fed.folder.states.read(client).get("personal"), fed.tests[client]
         if personal is None or not len(test):
-            continue
+            return None
         _check_personal(personal, weights)
         common.load_weights(net, weights | personal)
         index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
@@ -331,7 +333,11 @@ def personal_hits(fed, hits):
         data = copy.copy(fed.data)  # which is not looked over again for each client
         data.x_test, data.y_test = x, y
         common.evaluate(net, data, fed.args, fed.pool.map, right)
-        found[index] = right
+        return right
+
+    for test, right in zip(fed.tests, fed.ranks.map(map)(own_hits, range(len(fed.tests)))):
+        if right is not None:
+            found[torch.from_numpy(test)] = right.cpu()
     return found
 
 
