@@ -62,7 +62,7 @@ def join(args):
             )
         device = torch.device("cuda", LOCAL_RANK)
     if Ranks.joined is None:
-        Ranks.joined = Ranks(device)
+        Ranks.joined = Ranks(device, args.script)
     Ranks.joined.watch.script = args.script
     if RANK:
         args.quiet = True
@@ -136,10 +136,10 @@ def fail_by(*error):
 class Watch(threading.Thread):
     """Ends this process when another one has failed, whatever it waits for."""
 
-    def __init__(self):
+    def __init__(self, script):
         super().__init__(daemon=True)
         self.store, self.over = store().clone(), threading.Event()
-        self.script, self.interrupt = None, None  # of the run
+        self.script, self.interrupt = script, None  # of the run
 
     def run(self):
         while not self.over.wait(0.3):
@@ -175,16 +175,17 @@ class Ranks:
 
     joined = None
 
-    def __init__(self, device):
+    def __init__(self, device, script):
         self.device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         place = {"rank": RANK, "world_size": SIZE}
         with connected():
-            self.watch = Watch()
-            dist.init_process_group(backend, store=store(), timeout=PATIENCE, **place)
+            self.watch = Watch(script)
+            self.watch.start()  # a rank may fail before it comes here
+            own = store().clone()  # locked while it waits, and fail() needs one
+            dist.init_process_group(backend, store=own, timeout=PATIENCE, **place)
         atexit.register(self.leave)
         sys.excepthook = fail_by
-        self.watch.start()
 
     def leave(self):
         """Go apart at the end of this process."""

@@ -98,15 +98,17 @@ def test_an_error_of_one_rank_is_one_line(tmp_path):
     assert rounds_in(out) == 1
 
 
-def test_an_error_of_all_ranks_is_one_line():
-    """In the flags, say; here started without torchrun, as other launchers do."""
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
+def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
+    """In the flags of all or of one; here started without torchrun, as other launchers do."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": s.getsockname()[1]}
     ranks = []
     for rank in range(2):
         environment = os.environ | {k: str(v) for k, v in place.items()} | {"RANK": str(rank)}
-        command = [sys.executable, "fedavg.py", "--lr", "x"]
+        command = [sys.executable, "fedavg.py", *TINY, "--out", str(tmp_path / "run")]
+        command += ["--lr", "x"] * (rank in wrong)
         pipe = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen(command, env=environment, **pipe))
     lines = [process.communicate(timeout=60)[1] for process in ranks]
