@@ -188,6 +188,9 @@ class OneProcess:
         """Return f(), whose files one process makes and the others read."""
         return f()
 
+    def check_net(self, net):
+        """Raise UserError where processes begin with different networks."""
+
     def train(self, pool, clients, start):
         """Yield the Uploads of all clients in order."""
         return pool.train(clients, start)
@@ -230,6 +233,7 @@ def begin(args, folder, ranks, data, make_net):
     folder.know_data(data_digests(data, parts + (tests or [])))
     data = data.to(device)
     net = make_net(data)
+    ranks.check_net(net)
     steps = most_steps(parts, net, args)
     workers, threads = folder.workers or Pool.plan(args)
     pool = Pool(lambda: Worker(net, data, args, steps), device, workers, threads)

@@ -6,7 +6,8 @@ the rows, samples the same clients and computes the same round, but for three th
 out: clients are trained by one rank each and their uploads then go to all, one at a time in the
 order of the clients; batches of the evaluation, and what a method gives worker.map(), likewise. So
 each rank adds up what one process would, in its order. Only rank 0 writes the run folder and
-prints; a client's state is written by the rank that trained it.
+prints; a client's state is written by the rank that trained it. Ranks that do not begin alike, with
+the same flags, code, data and initial network, are refused.
 
 An error on any rank ends all: the first is noted in the store that torchrun keeps, rank 0 prints
 it, and all leave with its exit code.
@@ -23,8 +24,10 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -39,6 +42,7 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 PATIENCE = datetime.timedelta(days=30)  # a client may take long; who has died is found otherwise
 ALIGN = 64  # bytes; products of matrices may depend on where they begin
 END = object()
+FREE = {"workers", "quiet", "data_dir"}  # flags in which ranks may differ, and a GPU's index
 
 
 # --- starting
@@ -48,7 +52,7 @@ def join(args):
     """Return the Ranks of this process, connected to the others.
 
     Changes args: all but rank 0 are quiet, and a run that torchrun starts again is resumed.
-    UserError where a flag cannot be of several processes."""
+    UserError where a flag cannot be of several processes, or differs among them."""
     if not args.out:
         raise common.UserError("argument --out: needed under torchrun, the folder that all share")
     device = torch.device(args.device)
@@ -64,11 +68,46 @@ def join(args):
     if Ranks.joined is None:
         Ranks.joined = Ranks(device, args.script)
     Ranks.joined.watch.script = args.script
+    check_alike(flags_of(args))
     if RANK:
         args.quiet = True
     if RESTARTS and not args.resume:
         args.resume = broadcast([began_here(args.out)], 0)[0]
     return Ranks.joined
+
+
+def flags_of(args):
+    """Return what a rank's command line says of the run, {what: value}."""
+    found = {"script": args.script}
+    for key, value in common.flag_values(args).items():
+        if key not in FREE:
+            value = torch.device(value).type if key == "device" else value
+            found[f"--{key.removesuffix('_sha256').replace('_', '-')}"] = value
+    return found
+
+
+def versions():
+    """Return what a rank runs beside the method's own functions, {what: version}."""
+    root = pathlib.Path(common.__file__).parent
+    crc = 0
+    for path in [root / "common.py", *sorted(root.glob("extras/*.py"))]:
+        crc = zlib.crc32(path.read_bytes(), crc)
+    ours = f"{crc:08x}"
+    return {"torch": torch.__version__, "numpy": np.__version__, "common.py and extras/": ours}
+
+
+def check_alike(own):
+    """Raise UserError, on every rank, where a rank's own {what: value} is not that of rank 0."""
+    own = {what: str(value) for what, value in own.items()}
+    found = [broadcast(own, rank) for rank in range(SIZE)]
+    for rank, other in enumerate(found):
+        for what in {**found[0], **other}:
+            here, there = (values.get(what, "none") for values in (found[0], other))
+            if here != there:
+                raise common.UserError(
+                    f"{what}: {there} on rank {rank}, and {here} on rank 0; all need the same "
+                    "flags, code, data and initial network"
+                )
 
 
 def began_here(out):
@@ -205,6 +244,10 @@ class Ranks:
                 result = f()
             wait()
         return result
+
+    def check_net(self, net):
+        """Raise UserError where a rank begins with another network than rank 0."""
+        check_alike({"weights of the initial network": common.checksum(net.state_dict().values())})
 
     def train(self, pool, clients, start):
         """Yield the Uploads of all clients in order, as Pool.train() does, on every rank."""
@@ -377,11 +420,25 @@ class Folder(common.RunFolder):
             self.states.remove = lambda path: None
 
     def take(self):
+        code = self.code.parts if self.code else {}
+        check_alike(versions() | {f"code of {part}": digest for part, digest in code.items()})
         if RANK == 0:
             super().take()
         wait()
-        if RANK and self.args.resume:
-            super().take()
+        if self.args.resume:
+            self._check_shared()
+            if RANK:
+                super().take()
+
+    def _check_shared(self):
+        """Raise UserError where --out is not the same folder on all ranks."""
+        path = self.out / "config.json"
+        found = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "none"
+        check_alike({f"config.json in --out {self.out}": found})
+
+    def know_data(self, digests):
+        check_alike({f"{what} of the data": digest for what, digest in digests.items()})
+        super().know_data(digests)
 
     def _lock(self):
         if RANK == 0:
@@ -391,6 +448,7 @@ class Folder(common.RunFolder):
         if RANK == 0:
             super().create(workers, threads)
         wait()
+        self._check_shared()
         self.config = common.read_config(self.out)
 
     def write_config(self):

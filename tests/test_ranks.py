@@ -98,6 +98,107 @@ def test_an_error_of_one_rank_is_one_line(tmp_path):
     assert rounds_in(out) == 1
 
 
+DIFFERING = """
+import contextlib, functools, os, sys
+from unittest.mock import patch
+import torch
+import common, fedavg, scaffold
+
+RANK = int(os.environ["RANK"])
+FOLDER, *WORDS = sys.argv[1:]
+
+def attempt(name, *words, script=fedavg, changed=None, **own):
+    # Note what comes of a run in the folder of this name, with changed as in patch.object().
+    run = functools.partial(common.run, **own)
+    line = "trained"
+    with patch.object(*changed) if changed else contextlib.nullcontext():
+        try:
+            script.main([*WORDS, "--out", name, *words], run=run)
+        except common.UserError as e:
+            line = str(e)
+    with open(f"{FOLDER}/lines-{RANK}", "a") as f:
+        print(line, file=f)
+
+def main():
+    a, b = f"{FOLDER}/a", f"{FOLDER}/b"
+    attempt(a, "--workers", "12"[RANK], "--data-dir", "xy"[RANK])
+    attempt(b, "--lr", ["0.05", "0.5"][RANK])
+    attempt(b, script=[fedavg, scaffold][RANK])
+    attempt(f"{FOLDER}/{RANK}")
+    attempt(a, *["--resume"] * RANK)
+    attempt(b, changed=(torch, "__version__", "67"[RANK]))
+    update = [fedavg.local_update, scaffold.local_update][RANK]
+    attempt(b, changed=(fedavg, "local_update", update))
+    attempt(b, changed=(common, "GLYPHS", [(600, 200), (500, 200)][RANK]))
+    torch.manual_seed(RANK)
+    x, y = torch.randn(60, 12), torch.randint(0, 3, (60,))
+    net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(12, 3))
+    attempt(b, data=common.Data(x, y, x, y, classes=3), net=net)
+    x, y = torch.ones(60, 12), torch.arange(60) % 3
+    attempt(b, data=common.Data(x, y, x, y, classes=3), net=net)
+    os.chdir(f"{FOLDER}/node{RANK}")
+    attempt("c")
+    sys.argv = ["fedavg.py", *WORDS, "--out", b, "--lr", ["0.05", "0.5"][RANK]]
+    fedavg.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def from_python(tmp_path_factory):
+    """Return folder, exit code and stderr of two ranks that run DIFFERING."""
+    folder = tmp_path_factory.mktemp("from-python")
+    lines = []
+    for name, text in [("differing", DIFFERING)]:
+        (folder / f"{name}.py").write_text(text)
+        lines.append(" ".join([name, str(folder), *TINY, *STEPS, "1"]))
+    for rank in range(2):
+        (folder / f"node{rank}").mkdir()
+    return folder, *run_ranks(lines, 2, folder, before=on_path(folder))
+
+
+def test_ranks_that_differ_are_refused(from_python):
+    """On all of them, before anything is written; free flags may differ."""
+    folder, code, err = from_python
+    assert code == 1  # torchrun's own
+    alike = "; all need the same flags, code, data and initial network"
+    [found] = [text for text in err.splitlines() if ".py: error:" in text]
+    assert found == f"fedavg.py: error: --lr: 0.5 on rank 1, and 0.05 on rank 0{alike}"
+    assert err.count("exitcode  : 2 ") == 2, err
+    lines, others = ((folder / f"lines-{rank}").read_text().splitlines() for rank in range(2))
+    assert lines == others
+    beginnings = [
+        "trained",
+        "--lr: 0.5 on rank 1, and 0.05 on rank 0",
+        "script: scaffold on rank 1, and fedavg on rank 0",
+        f"--out: {folder}/1 on rank 1",
+        "--resume: True on rank 1, and False on rank 0",
+        "torch: 7 on rank 1, and 6 on rank 0",
+        "code of local_update: local_update ",
+        "labels of the data: ",
+        "--dataset: own-",
+        "weights of the initial network: ",
+        "config.json in --out c: none on rank 1",
+    ]
+    assert len(lines) == len(beginnings)
+    for text, beginning in zip(lines, beginnings):
+        assert text.startswith(beginning)
+        assert text.endswith(alike) or text == "trained"
+    assert not (folder / "b").exists()
+
+
+def test_a_version_is_of_all_files_of_the_engine(tmp_path, monkeypatch):
+    before = engine.versions()
+    (tmp_path / "extras").mkdir()
+    for name in ("common.py", "extras/ranks.py"):
+        (tmp_path / name).write_text(f"# {name}")
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    found = [before, engine.versions()]
+    for name in ("common.py", "extras/ranks.py"):
+        (tmp_path / name).write_text("# changed")
+        found.append(engine.versions())
+    assert len({version["common.py and extras/"] for version in found}) == 4
+
+
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])
 def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
     """In the flags of all or of one; here started without torchrun, as other launchers do."""
