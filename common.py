@@ -191,6 +191,10 @@ class OneProcess:
     def check_net(self, net):
         """Raise UserError where processes begin with different networks."""
 
+    def agree(self, answer):
+        """Return the answer, yes or no, on which all processes go on."""
+        return answer
+
     def train(self, pool, clients, start):
         """Yield the Uploads of all clients in order."""
         return pool.train(clients, start)
@@ -339,7 +343,8 @@ def train(fed, method, on_round=None):
             keep_round(fed, row)
             bar.set_postfix_str(row_line(row, args))
             say(row_line(row, args))
-            stopped = bool(on_round and on_round(folder.rows[-1], fed.net)) or stopped
+            answer = on_round and on_round(folder.rows[-1], fed.net)
+            stopped = bool(fed.ranks.agree(answer)) or stopped
             if stopped and row["test_acc"] is not None:
                 folder.checkpoint(fed)
                 folder.config["stopped"] = t

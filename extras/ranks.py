@@ -249,6 +249,10 @@ class Ranks:
         """Raise UserError where a rank begins with another network than rank 0."""
         check_alike({"weights of the initial network": common.checksum(net.state_dict().values())})
 
+    def agree(self, answer):
+        """Return rank 0's answer, yes or no, on every rank."""
+        return broadcast([bool(answer)], 0)[0]
+
     def train(self, pool, clients, start):
         """Yield the Uploads of all clients in order, as Pool.train() does, on every rank."""
         self.watch.interrupt = pool.interrupt
@@ -465,10 +469,13 @@ class Folder(common.RunFolder):
             super().save(tree, name, stamp)
 
     def append(self, row):
+        line = None
         if RANK == 0:
             super().append(row)
-        else:
-            self.rows.append(row)
+            line = [json.dumps(self.rows[-1])]
+        line = broadcast(line, 0)  # each has other seconds
+        if RANK:
+            self.rows.append(json.loads(line[0]))
 
     def checkpoint(self, fed):
         self.states.sync()

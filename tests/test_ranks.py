@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import TINY
 from ranks import assert_equal, run_ranks, start
-from runs import rounds_in
+from runs import config_of, rounds_in
 from test_docs import write_scripts
 
 import common
@@ -98,6 +98,22 @@ def test_an_error_of_one_rank_is_one_line(tmp_path):
     assert rounds_in(out) == 1
 
 
+STOPPING = """
+import functools, json, os, sys
+import common, fedavg
+
+def main():
+    out, *words = sys.argv[1:]
+    rank = os.environ["RANK"]
+    for name, others in (("sooner", lambda row, net: True), ("none", None)):
+        on_round = others if rank == "1" else lambda row, net: row["round"] == 2
+        run = functools.partial(common.run, on_round=on_round)
+        _, rows = fedavg.main([*words, "--out", f"{out}/{name}"], run=run)
+        with open(f"{out}/{name}-{rank}", "w") as f:
+            json.dump(rows, f)
+"""
+
+
 DIFFERING = """
 import contextlib, functools, os, sys
 from unittest.mock import patch
@@ -145,15 +161,27 @@ def main():
 
 @pytest.fixture(scope="module")
 def from_python(tmp_path_factory):
-    """Return folder, exit code and stderr of two ranks that run DIFFERING."""
+    """Return folder, exit code and stderr of two ranks that run STOPPING, then DIFFERING."""
     folder = tmp_path_factory.mktemp("from-python")
     lines = []
-    for name, text in [("differing", DIFFERING)]:
+    for name, text in (("stopping", STOPPING), ("differing", DIFFERING)):
         (folder / f"{name}.py").write_text(text)
         lines.append(" ".join([name, str(folder), *TINY, *STEPS, "1"]))
     for rank in range(2):
         (folder / f"node{rank}").mkdir()
     return folder, *run_ranks(lines, 2, folder, before=on_path(folder))
+
+
+def test_rank_0_says_when_to_stop(from_python):
+    """Whatever on_round returns on the others, which may have none; all return the same rows."""
+    folder, _, _ = from_python
+    for name in ("sooner", "none"):
+        out = folder / name
+        assert config_of(out)["stopped"] == rounds_in(out) == 2
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert "crc32" in rows[1]
+        for rank in range(2):
+            assert json.loads((folder / f"{name}-{rank}").read_text()) == rows
 
 
 def test_ranks_that_differ_are_refused(from_python):
