@@ -56,7 +56,7 @@ def join(args):
     if not args.out:
         raise common.UserError("argument --out: needed under torchrun, the folder that all share")
     device = torch.device(args.device)
-    if device.index is not None:
+    if device.index:  # cuda is cuda:0 by now
         raise common.UserError("argument --device: under torchrun cuda, a GPU for each process")
     if device.type == "cuda":
         gpus = torch.cuda.device_count()

@@ -315,10 +315,16 @@ def test_views_keep_layout_and_alignment():
 
 
 @pytest.mark.parametrize(
-    "argv, words", [([], "--out"), (["--out", "x", "--device", "cuda:0"], "--device")]
+    "argv, words",
+    [
+        ([], "--out: needed"),
+        (["--out", "x", "--device", "cuda:1"], "--device: under torchrun cuda"),
+        (["--out", "x", "--device", "cuda"], "--device: a GPU for each process, and there are 2"),
+    ],
 )
 def test_flags_under_torchrun(monkeypatch, argv, words):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(engine, "LOCAL_RANK", 2)
     args = common.flags("", "fedavg").parse_args(argv)
     with pytest.raises(common.UserError, match=f"argument {words}"):
         engine.join(args)
