@@ -335,10 +335,11 @@ def finish(work):
         work.wait()
 
 
-def send(tensor, owner):
-    """Copy the owner's tensor into those of all ranks."""
+def send(tensor, owner, wait=finish):
+    """Copy the owner's tensor into those of all ranks; wait(work): waits until it is there."""
     with connected():
-        dist.broadcast(tensor, owner)
+        work = dist.broadcast(tensor, owner, async_op=True)
+    wait(work)
 
 
 def broadcast(tree, owner, wait=finish):
@@ -347,13 +348,11 @@ def broadcast(tree, owner, wait=finish):
     wait(work): waits until it comes."""
     content = common.packed(tree).getvalue() if owner == RANK else b""
     size = torch.tensor([len(content)])
-    with connected():
-        work = dist.broadcast(size, owner, async_op=True)
-    wait(work)
+    send(size, owner, wait)
     buffer = torch.empty(int(size), dtype=torch.uint8)
     if owner == RANK:
         buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    send(buffer, owner)
+    send(buffer, owner, wait)
     return torch.load(io.BytesIO(buffer.numpy().tobytes()), weights_only=True)
 
 
@@ -380,7 +379,7 @@ def exchange(client, upload, owner, worker, own):
     buffer, parts = views(like, worker.device)
     if owner == RANK:
         torch._foreach_copy_(parts, [*upload.weights.values(), *common.tensors_in(tensors)])
-    send(buffer, owner)
+    send(buffer, owner, own.wait)
     if owner == RANK:
         return upload
     weights, rest = dict(zip(weights, parts)), parts[len(weights) :]
@@ -443,6 +442,10 @@ class Folder(common.RunFolder):
     def know_data(self, digests):
         check_alike({f"{what} of the data": digest for what, digest in digests.items()})
         super().know_data(digests)
+
+    def compare_versions(self):
+        if RANK == 0:
+            super().compare_versions()
 
     def _lock(self):
         if RANK == 0:
