@@ -181,7 +181,7 @@ def test_a_stopped_run_that_goes_on_keeps_no_older_model(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(common, "measure_round", fails)
+    monkeypatch.setattr(common.RunFolder, "append", fails)
     with pytest.raises(OSError):
         fedavg.main([*words, "--resume"])
     assert not (tmp_path / "run" / "model.pt").exists()
