@@ -2746,7 +2746,8 @@ def is_number(value, low=-sys.float_info.max, high=sys.float_info.max):
     return type(value) in (int, float) and low <= value <= high
 
 
-SHARES = "best_acc acc_last5_mean client_acc_worst client_acc_best client_acc_p10".split()  # in %
+# in %, beside test_acc and acc_ema
+SHARES = "val_acc best_acc acc_last5_mean client_acc_worst client_acc_best client_acc_p10".split()
 
 
 def read_row(line, previous=None):
@@ -2757,7 +2758,7 @@ def read_row(line, previous=None):
     try:
         row, before = parse_json(line), previous or {"round": 0}
         counts = [row["bytes_down"], row["bytes_up"], row.get("bytes_delta", 0)]
-        evaluation = [row["test_acc"], row["test_loss"], row["acc_ema"]]
+        evaluation = [row["test_acc"], row["test_loss"], row["acc_ema"], row.get("val_acc", 0)]
         shares = [row["test_acc"], row["acc_ema"], *(row.get(key) for key in SHARES)]
         valid = (
             row["round"] == before["round"] + 1

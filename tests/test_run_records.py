@@ -265,14 +265,22 @@ def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-1", "101", '"12"', "9" * 400, "true"])
-@pytest.mark.parametrize("key", ["test_acc", "acc_ema", "best_acc", "client_acc_worst"])
+@pytest.mark.parametrize("key", ["test_acc", "acc_ema", "best_acc", "client_acc_worst", "val_acc"])
 def test_what_is_no_accuracy_is_not_compared(tmp_path, capsys, key, value):
-    bad = make_run(tmp_path / "bad", client_acc_worst=7.0)
+    bad = make_run(tmp_path / "bad", client_acc_worst=7.0, val_acc=7.0)
     lines = (bad / "metrics.jsonl").read_text().splitlines()
     lines[2] = json.dumps({**json.loads(lines[2]), key: "?"}).replace('"?"', value)
     (bad / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     code, out, err = run_compare(capsys, bad)
     assert code == 2 and "line 3 is damaged" in err and err.count("\n") == 1 and not out
+
+
+def test_rounds_are_evaluated_on_all_samples_or_none(tmp_path, capsys):
+    """By the accuracy on those that are held out the best is picked."""
+    bad = make_run(tmp_path / "bad", val_acc=7.0)
+    rows = read_rows(bad)
+    write_rows(bad, [*rows[:2], {**rows[2], "val_acc": None}, rows[3]])
+    assert "line 3 is damaged" in run_compare(capsys, bad)[2]
 
 
 def test_a_changed_number_is_not_compared(tmp_path, capsys):
