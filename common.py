@@ -2750,15 +2750,33 @@ def is_number(value, low=-sys.float_info.max, high=sys.float_info.max):
 SHARES = "val_acc best_acc acc_last5_mean client_acc_worst client_acc_best client_acc_p10".split()
 
 
-def read_row(line, previous=None):
+def before_rows(config):
+    """Return what read_row() takes for the row before the first of a run; config: its config.json.
+
+    With the checksum that the first row's goes on from, so that rows of another run are found.
+    Older runs began with 0, and still older ones' rows have none."""
+    if not config.get("run"):
+        return {"round": 0}
+    return {"round": 0, "crc32": config.get("rows_crc32", 0)}
+
+
+def read_rows(lines, config):
+    """Yield the rows in lines of metrics.jsonl, as read_row(); config: config.json of the run."""
+    row = before_rows(config)
+    for line in lines:
+        row = read_row(line, row)
+        yield row
+
+
+def read_row(line, before):
     """Return the row in a line of metrics.jsonl. ValueError if it is damaged, or not the next.
 
-    previous: the row before, None for round 1. A row's checksum goes on from that of the row
-    before; rows of older runs have none."""
+    before: the row before. A row's checksum goes on from its, and is there if it has one."""
     try:
-        row, before = parse_json(line), previous or {"round": 0}
+        row = parse_json(line)
         counts = [row["bytes_down"], row["bytes_up"], row.get("bytes_delta", 0)]
         evaluation = [row["test_acc"], row["test_loss"], row["acc_ema"], row.get("val_acc", 0)]
+        has_checksum = "crc32" in before or "crc32" in row
         shares = [row["test_acc"], row["acc_ema"], *(row.get(key) for key in SHARES)]
         valid = (
             row["round"] == before["round"] + 1
@@ -2768,7 +2786,7 @@ def read_row(line, previous=None):
             and (row["test_acc"] is None or None not in evaluation)
             and type(row["test_loss"]) in (float, int, type(None))  # which may have overflowed
             and all(share is None or is_number(share, -1e-6, 100 + 1e-6) for share in shares)
-            and row.get("crc32") in (None, sealed(row, before.get("crc32", 0))["crc32"])
+            and (not has_checksum or row["crc32"] == sealed(row, before.get("crc32", 0))["crc32"])
         )
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"not a row ({type(e).__name__})") from None
@@ -3073,8 +3091,10 @@ class RunFolder:
         """Write down all that a new run depends on."""
         code = self.code and self.code.parts
         words = json.dumps([self.script, self.decisive(), self.digests, code], sort_keys=True)
+        run = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
         self.config = {
-            "run": hashlib.blake2b(words.encode(), digest_size=8).hexdigest(),
+            "run": run,
+            "rows_crc32": zlib.crc32(run.encode()),  # that the first row's goes on from
             "script": self.script,
             "argv": self.args.argv,
             "flags": flag_values(self.args),
@@ -3153,7 +3173,8 @@ class RunFolder:
 
     def append(self, row):
         """Add a round's row to metrics.jsonl, which is written anew if it is not as we left it."""
-        self.rows.append(sealed(row, self.rows[-1].get("crc32", 0) if self.rows else 0))
+        before = self.rows[-1] if self.rows else before_rows(self.config)
+        self.rows.append(sealed(row, before.get("crc32", 0)))
         with open(self.out / "metrics.jsonl", "ab") as f:
             as_left = f.tell() == self.size
             if as_left:
@@ -3267,13 +3288,13 @@ class RunFolder:
 
     def _load_rows(self, metrics, lines, t):
         """Keep the first t lines of metrics.jsonl, which must be those of rounds 1 to t."""
-        try:
-            for line in lines[:t]:
-                self.rows.append(read_row(line, self.rows[-1] if self.rows else None))
-        except ValueError:
-            self.rows = []
+        with contextlib.suppress(ValueError):
+            self.rows = list(read_rows(lines[:t], self.config))
         if len(self.rows) != t:
-            raise UserError(f"{metrics}: damaged; it should hold rounds 1 to {t} of the checkpoint")
+            raise UserError(
+                f"{metrics}: damaged, or of another run; it should hold rounds 1 to {t} of the "
+                "checkpoint"
+            )
 
 
 def hardware(device):

@@ -165,7 +165,7 @@ def open_run(path, device="auto", data_dir=None):
     """
     path = pathlib.Path(path)
     config = common.read_config(path, "")
-    flags, rows = config["flags"], read_rows(path / "metrics.jsonl")
+    flags, rows = config["flags"], read_rows(path / "metrics.jsonl", config)
     last = config.get("stopped", flags["rounds"])
     if not (path / "model.pt").exists() or rows[-1]["round"] < last:
         raise common.UserError(f"{path}: has not finished (--out {path} --resume continues it)")
@@ -188,22 +188,28 @@ def open_run(path, device="auto", data_dir=None):
     net = common.prepare_net(data, call.args, call.method.adapt)
     script, name = config["script"], config.get("run")
     run = FinishedRun(path, script, call.args, data, parts, net, rows, name)
-    last = {"round": rows[-1]["round"], "rows_checksum": rows[-1].get("crc32")}
-    run.net = run.load_net(path / "model.pt", **last)
+    run.net = run.load_net(path / "model.pt", **mark_of(rows))
     return run
 
 
-def read_rows(path):
-    """Return the rows of a metrics.jsonl; UserError if the last lacks what analyses read."""
+def read_rows(path, config):
+    """Return the rows of the metrics.jsonl beside a config.json, of which config is the content.
+
+    UserError if they are not the run's, or if the last lacks what analyses read.
+    """
     try:
-        rows = []
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
-            rows.append(common.read_row(line, rows[-1] if rows else None))
+        lines = path.read_bytes().splitlines() if path.is_file() else ()
+        rows = list(common.read_rows(lines, config))
         if not rows or rows[-1]["test_acc"] is None:
             raise ValueError("the last round is not there")
     except (OSError, ValueError):
-        raise common.UserError(f"{path}: missing or damaged") from None
+        raise common.UserError(f"{path}: missing, damaged or of another run") from None
     return rows
+
+
+def mark_of(rows):
+    """Return what tells the last of rows, and with it all: its round and its checksum."""
+    return {"round": rows[-1]["round"], "rows_checksum": rows[-1].get("crc32")}
 
 
 # --- results

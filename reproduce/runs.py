@@ -126,7 +126,7 @@ def read_run(path):
         script=config["script"],
         code=config.get("code"),
         flags=flags,
-        rows=read_rows(path),
+        rows=read_rows(path, config),
         hardware=str(config.get("device")),
         torch=str((config.get("versions") or {}).get("torch")),
         commit=config.get("commit") or "unknown",
@@ -188,22 +188,27 @@ def is_code(code):
     return code is None or all(type(text) is str for text in [*code.keys(), *code.values()])
 
 
-def read_rows(path):
-    """Return the rows of metrics.jsonl in a run folder. Raises UserError if a line is damaged."""
+def read_rows(path, config):
+    """Return the rows of metrics.jsonl in a run folder; config: its config.json.
+
+    Raises UserError if a line is damaged, or of another run.
+    """
     file = path / "metrics.jsonl"
     try:
         lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     except OSError as e:
         raise common.UserError(f"{file}: cannot be read ({e.strerror})") from None
     rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(common.read_row(line, rows[-1] if rows else None))
-        except ValueError:
-            if number < len(lines) or line.endswith(b"\n"):  # else it is being written
-                raise common.UserError(
-                    f"{file}: line {number} is damaged; it should be the row of round {number}"
-                ) from None
+    try:
+        for row in common.read_rows(lines, config):
+            rows.append(row)
+    except ValueError:
+        number = len(rows) + 1
+        if number < len(lines) or lines[-1].endswith(b"\n"):  # else it is being written
+            raise common.UserError(
+                f"{file}: line {number} is damaged, or of another run; it should be the row of "
+                f"round {number}"
+            ) from None
     return rows
 
 

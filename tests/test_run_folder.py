@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import TINY, flags, refused
 from methods import SCRIPTS, needed
-from runs import assert_equal_runs, config_of, rounds_in, rows_of, start
+from runs import assert_equal_runs, config_of, rounds_in, rows_of, start, without_checksums
 
 import common
 import fedavg
@@ -595,7 +595,7 @@ def resumed(out):
 
 
 def without_checksum(rows):
-    """Return rows as of before there were checksums."""
+    """Return rows as somebody leaves them who has edited them."""
     return re.sub(rb', "crc32": \d+', b"", rows)
 
 
@@ -651,17 +651,30 @@ def test_the_checkpoint_of_another_run(tmp_path, capsys, damaged):
         lambda rows: re.sub(rb'"train_loss": 4', b'"train_loss": 5', rows, count=1),
         lambda rows: rows.splitlines()[0] + b"\n",
         lambda rows: b"[" * 100_000 + b"\n" + rows,
-        lambda rows: without_checksum(rows).replace(b'"test_acc": ', b'"test_acc": NaN, "_": '),
-        lambda rows: without_checksum(rows).replace(
-            b'"train_loss": ', b'"train_loss": 9' + 400 * b"9"
-        ),
-        lambda rows: without_checksum(rows).replace(b'"clients": [0', b'"clients": ["0"'),
+        without_checksum,
     ],
 )
 def test_damaged_metrics(capsys, damaged, damage):
     path = damaged / "metrics.jsonl"
     before = path.read_bytes()
     path.write_bytes(damage(before))
+    assert path.read_bytes() != before
+    refused(capsys, fedavg, resumed(damaged), "metrics.jsonl", "damaged")
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (b'"test_acc": ', b'"test_acc": NaN, "_": '),
+        (b'"train_loss": ', b'"train_loss": 9' + 400 * b"9"),
+        (b'"clients": [0', b'"clients": ["0"'),
+    ],
+)
+def test_damaged_metrics_of_before_there_were_checksums(capsys, damaged, old, new):
+    without_checksums(damaged)
+    path = damaged / "metrics.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(old, new))
     assert path.read_bytes() != before
     refused(capsys, fedavg, resumed(damaged), "metrics.jsonl", "damaged")
 
@@ -701,6 +714,14 @@ def test_rows_of_another_run(tmp_path, capsys, damaged):
     fedavg.main([*TINY, "--seed", "5", "--out", str(tmp_path / "other")])
     other = (tmp_path / "other" / "metrics.jsonl").read_bytes()
     (damaged / "metrics.jsonl").write_bytes(other)
+    refused(capsys, fedavg, resumed(damaged), "metrics.jsonl: damaged, or of another run")
+
+
+def test_other_rows_of_the_same_run(tmp_path, capsys, damaged):
+    """Made by the same command, but not those that the checkpoint was written behind."""
+    fedavg.main([*TINY, "--out", str(tmp_path / "other")])
+    other = (tmp_path / "other" / "metrics.jsonl").read_bytes()
+    (damaged / "metrics.jsonl").write_bytes(other)
     refused(capsys, fedavg, resumed(damaged), "checkpoint.pt: its rows_checksum is")
 
 
@@ -726,29 +747,21 @@ def config_read(path):
 
 def read_rows(path):
     """Return all rows; UserError for a damaged one."""
-    rows = []
     try:
-        for line in path.read_bytes().splitlines():
-            rows.append(common.read_row(line, rows[-1] if rows else None))
+        return list(common.read_rows(path.read_bytes().splitlines(), config_of(path.parent)))
     except ValueError as e:
         raise common.UserError(e) from None
-    return rows
 
 
 def test_checksums_of_rows_by_hand(run_to_damage):
-    """Each is the CRC-32 of the row without it, begun with that of the row before."""
-    checksum = 0
+    """Each is the CRC-32 of the row without it, begun with that of the row before.
+
+    The first is begun with that of the name of the run."""
+    checksum = zlib.crc32(config_of(run_to_damage)["run"].encode())
     for line in (run_to_damage / "metrics.jsonl").read_text().splitlines():
         row, _, rest = line.partition(', "crc32": ')
         checksum = zlib.crc32(f"{row}}}".encode(), checksum)
         assert rest == f"{checksum}}}"
-
-
-def test_rows_without_their_checksums(capsys, damaged):
-    """are edited ones: the checkpoint knows that they had some."""
-    path = damaged / "metrics.jsonl"
-    path.write_bytes(without_checksum(path.read_bytes()))
-    refused(capsys, fedavg, resumed(damaged), "checkpoint.pt: its rows_checksum is", "None")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt"])

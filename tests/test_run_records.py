@@ -6,8 +6,19 @@ import re
 
 import pytest
 from conftest import TINY
-from makers import PLAIN, ROOT, make_groups, make_run, read_rows, run_compare, write_rows
+from makers import (
+    PLAIN,
+    ROOT,
+    is_refused,
+    make_groups,
+    make_run,
+    read_rows,
+    run_compare,
+    write_rows,
+)
+from runs import config_of, rows_of, without_checksums
 
+import common
 import fedavg
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
@@ -242,7 +253,7 @@ def test_a_folder_of_runs_is_suggested(tmp_path, capsys):
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "[]", "config.json is damaged"),
         ("config.json", '{"script": 1, "flags": {}}', "config.json is damaged"),
-        ("metrics.jsonl", "{}\n", "line 1 is damaged; it should be the row of round 1"),
+        ("metrics.jsonl", "{}\n", "damaged, or of another run; it should be the row of round 1"),
         ("metrics.jsonl", '"\n', "line 1 is damaged"),
         ("metrics.jsonl", "\xff\n", "line 1 is damaged"),
         ("metrics.jsonl", 100_000 * "[" + "\n", "line 1 is damaged"),
@@ -296,9 +307,48 @@ def test_a_changed_number_is_not_compared(tmp_path, capsys):
     assert "line 1 is damaged" in run_compare(capsys, out)[2]
     (out / "metrics.jsonl").write_text(first.replace("}", '}, "x": 0}', 1) + "\n" + second + "\n")
     assert "line 1 is damaged" in run_compare(capsys, out)[2]
-    unsealed = re.sub(r', "crc32": \d+', "", first)
-    (out / "metrics.jsonl").write_text(unsealed + "\n" + second + "\n")
+    unsealed = re.sub(r', "crc32": \d+', "", rows)
+    (out / "metrics.jsonl").write_text(unsealed)
+    assert "line 1 is damaged" in run_compare(capsys, out)[2]
+    (out / "metrics.jsonl").write_text(first + "\n" + unsealed.splitlines()[1] + "\n")
     assert "line 2 is damaged" in run_compare(capsys, out)[2]
     (out / "metrics.jsonl").write_text(rows)
     (out / "config.json").write_text(config.replace('"lr": 0.01', '"lr": 0.02'))
     assert "config.json is damaged" in run_compare(capsys, out)[2]
+
+
+def test_rows_of_another_run_are_not_compared(tmp_path, capsys):
+    """Whole by themselves, and of as many rounds."""
+    outs = [tmp_path / seed for seed in "01"]
+    for out in outs:
+        fedavg.main([*TINY, "--local-steps", "1", "--seed", out.name, "--out", str(out)])
+    rows = [(out / "metrics.jsonl").read_bytes() for out in outs]
+    (outs[0] / "metrics.jsonl").write_bytes(rows[1])
+    result = run_compare(capsys, outs[0])
+    assert is_refused(result, "line 1 is damaged, or of another run")
+    (outs[0] / "metrics.jsonl").write_bytes(rows[0])
+    assert run_compare(capsys, *outs)[0] == 0
+
+
+def test_rows_of_older_runs(tmp_path, capsys):
+    """Their checksums began with 0, and of still older ones there are none."""
+    out = tmp_path / "a"
+    fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
+    expected = rows_of(out)
+    config, before, rows = config_of(out), {}, []
+    del config["rows_crc32"]
+    for row in read_rows(out):
+        before = common.sealed(row, before.get("crc32", 0))
+        rows.append(before)
+    write_rows(out, rows)
+    assert run_compare(capsys, out)[0] == 2
+    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    assert run_compare(capsys, out)[0] == 0 and rows_of(out) == expected
+    state = common.load(out / "checkpoint.pt")
+    stamp = {**state.stamp, "rows_checksum": rows[-1]["crc32"]}
+    common.save(dict(state), out / "checkpoint.pt", stamp)
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "3", "--quiet"])
+    assert rows_of(out)[:2] == expected and len(rows_of(out)) == 3
+    without_checksums(out)
+    assert run_compare(capsys, out)[0] == 0
+    assert len(rows_of(out)) == 3 and "crc32" not in read_rows(out)[0]

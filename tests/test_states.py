@@ -1,13 +1,12 @@
 """What clients keep between rounds: files that are read when a client trains, and no earlier."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
 from conftest import TINY, refused, same
-from runs import assert_equal_runs
+from runs import assert_equal_runs, without_checksums
 
 import common
 import scaffold
@@ -205,9 +204,7 @@ def test_a_missing_state_is_one_line_at_once(tmp_path, capsys, monkeypatch, orig
 def test_runs_of_before_checksums_resume(tmp_path, original):
     """Their checkpoints name {client: round}, and nothing says of which run a file is."""
     out = shutil.copytree(original, tmp_path / "run")
-    config = json.loads((out / "config.json").read_text())
-    del config["crc32"], config["run"]
-    (out / "config.json").write_text(json.dumps(config))
+    without_checksums(out)
     state = dict(torch.load(out / "checkpoint.pt"))
     state["clients"] = {k: t for k, t, _ in state["clients"].tolist()}
     torch.save(state, out / "checkpoint.pt")
