@@ -48,6 +48,7 @@ from tqdm import tqdm
 import common
 from analysis import runs
 
+PICTURES = "density", "landscape"  # the keys of all
 PROBE_NUMBERS = 2**25  # of probes in memory at once: 128 MB in fp32
 
 
@@ -715,15 +716,17 @@ def settings(args):
 # --- results of several runs
 
 
-def earlier_result(path, args, rounds):
+def earlier_result(path, args, config):
     """Return the result of the same analysis of the same rounds in the folder path, or None."""
+    rounds = config["flags"]["rounds"]
     try:
         result = json.loads((path / f"{args.name}.json").read_text())
         table_row(path, result)  # fails if it is damaged
         same = (result["settings"], result["round"]) == (settings(args), rounds)
+        rows = runs.read_rows(path / "metrics.jsonl", config)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    return result if same else None
+    return result if same and not runs.is_stale(path, args.name, rows) else None
 
 
 def check_runs(args):
@@ -737,9 +740,9 @@ def check_runs(args):
     check_data_sets(configs)
     results = {}
     for path, config in configs.items():
-        results[path] = earlier_result(pathlib.Path(path), args, config["flags"]["rounds"])
+        results[path] = earlier_result(pathlib.Path(path), args, config)
         if results[path] is None:
-            runs.check_new(path, args.name, ("density", "landscape"))
+            runs.check_new(path, args.name, PICTURES)
     missing = [path for path, result in results.items() if result is None]
     for path in missing[1:]:  # the first is opened next
         open_networks(path, args)
@@ -946,7 +949,7 @@ def analyse(path, args):
     except KeyboardInterrupt:
         tqdm.write("runs analysed so far keep their results; the same command goes on")
         raise
-    runs.keep_analysis(path, args.name, run_analysis.analysis)
+    runs.keep_analysis(run_analysis.run, args.name, run_analysis.analysis, PICTURES)
     return run_analysis.analysis.result
 
 

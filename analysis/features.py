@@ -23,6 +23,7 @@ from analysis import runs
 # the palette of Okabe and Ito, which colour-blind readers can tell apart
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #f0e442 #000000".split()
 MARKERS = "o^sDvP*X"
+PICTURES = "pca", "tsne"  # the keys of all
 BATCH = 250  # samples that go through a network at once
 
 
@@ -231,11 +232,11 @@ def main(argv=None):
     advice = "use fewer --samples or --device cpu"
     with common.one_line_errors("analysis/features", advice=advice):
         check_repeats(args)
-        runs.check_new(args.run, args.name, ("pca", "tsne"))
+        runs.check_new(args.run, args.name, PICTURES)
         run = runs.open_run(args.run, args.device, args.data_dir)
         check_classes(args, run)
         analysis = analyse(run, args)
-        runs.keep_analysis(args.run, args.name, analysis)
+        runs.keep_analysis(run, args.name, analysis, PICTURES)
         for client, samples in zip(args.clients, analysis.result["samples"]):
             print(f"client {client}: {samples} samples of {analysis.result['features']} features")
 

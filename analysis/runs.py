@@ -1,7 +1,8 @@
 """Open finished runs, call a method's script without training, and keep results beside a run.
 
 This is what the analyses share. An analysis of a run reads the folder that a method's script wrote,
-and writes NAME.json, NAME.npz and NAME-KEY.pdf into it, never over a file that exists.
+and writes NAME.json, NAME.npz and NAME-KEY.pdf into it, never over a file that exists, unless that
+is of a round which is no longer the run's last.
 """
 
 import argparse
@@ -228,34 +229,57 @@ class Analysis:
     pictures: dict[str, Callable] = dataclasses.field(default_factory=dict)
 
 
+def is_stale(path, name, rows):
+    """Whether NAME.json in the run folder path says that it is not of the last of the run's rows.
+
+    Those of older versions do not say of which they are, or say the round alone.
+    """
+    try:
+        result = common.parse_json((path / f"{name}.json").read_text())
+        return any(result.get(key, value) != value for key, value in mark_of(rows).items())
+    except (OSError, ValueError, AttributeError, IndexError):
+        return False
+
+
+def files_of(path, name, picture_keys):
+    """Return the paths of all that an analysis may write to the run folder path."""
+    endings = [".json", ".npz", *(f"-{key}.pdf" for key in picture_keys)]
+    return [path / f"{name}{ending}" for ending in endings]
+
+
 def check_new(path, name, picture_keys=()):
     """Raise UserError if the run folder path has a file of an analysis of that name.
 
     picture_keys: the keys of all pictures that the analysis may draw. What an analysis leaves that
-    was killed while it wrote, with NAME.unfinished beside it, may be written again.
+    was killed while it wrote, with NAME.unfinished beside it, may be written again; so may one
+    that is of another round than the run's last.
     """
     path = pathlib.Path(path)
     unfinished = path / f"{name}.unfinished"
     if (path / f"{name}.json").exists():
+        config = common.read_config(path, "")
+        if is_stale(path, name, read_rows(path / "metrics.jsonl", config)):
+            return
         unfinished.unlink(missing_ok=True)  # killed behind the last write
     elif unfinished.exists():
         return
-    for file in (f"{name}.json", f"{name}.npz", *(f"{name}-{key}.pdf" for key in picture_keys)):
-        if (path / file).exists():
-            raise common.UserError(
-                f"{path / file}: exists already; give this analysis another --name"
-            )
+    for file in files_of(path, name, picture_keys):
+        if file.exists():
+            raise common.UserError(f"{file}: exists already; give this analysis another --name")
 
 
-def keep_analysis(path, name, analysis):
-    """Write an Analysis to the run folder path, and print the names of the files.
+def keep_analysis(run, name, analysis, picture_keys=()):
+    """Write an Analysis of a FinishedRun to its folder, and print the names of the files.
 
-    NAME.json comes last, and says that all is there; until then there is NAME.unfinished. Pictures
+    What is there of that name, which check_new() has let pass, goes first. NAME.json comes last,
+    and says that all is there, and of which round; until then there is NAME.unfinished. Pictures
     that fail lose nothing else; they are left out, with a line, where matplotlib is not installed.
     """
-    path = pathlib.Path(path)
+    path = run.path
     unfinished = path / f"{name}.unfinished"
     unfinished.touch()
+    for file in files_of(path, name, picture_keys):
+        file.unlink(missing_ok=True)
     for leftover in path.glob("*.tmp"):
         if re.fullmatch(re.escape(name) + r"(-\w+)?\.(json|npz|pdf)\.\d+\.tmp", leftover.name):
             leftover.unlink()
@@ -264,7 +288,8 @@ def keep_analysis(path, name, analysis):
         np.savez_compressed(buffer, **analysis.arrays)
         _write(path / f"{name}.npz", buffer.getvalue())
     failed = _draw(path, name, analysis.pictures)
-    _write(path / f"{name}.json", (json.dumps(analysis.result, indent=1) + "\n").encode())
+    result = json.dumps({**analysis.result, **mark_of(run.rows)}, indent=1)
+    _write(path / f"{name}.json", f"{result}\n".encode())
     unfinished.unlink()
     if failed:
         raise failed

@@ -22,6 +22,7 @@ import common
 import fedcka
 from analysis import runs
 
+PICTURES = ("layers",)  # the keys of all
 BATCH = 500  # test samples whose Gram matrices are in memory at once
 LEAST_SAMPLES = 4  # of which the unbiased HSIC has an estimate
 
@@ -177,9 +178,10 @@ def main(argv=None):
     runs.add_run_flags(parser, "similarity")
     args = parser.parse_args(argv)
     with common.one_line_errors("analysis/similarity", advice="use --device cpu"):
-        runs.check_new(args.run, args.name, ("layers",))
-        analysis = analyse(runs.open_run(args.run, args.device, args.data_dir))
-        runs.keep_analysis(args.run, args.name, analysis)
+        runs.check_new(args.run, args.name, PICTURES)
+        run = runs.open_run(args.run, args.device, args.data_dir)
+        analysis = analyse(run)
+        runs.keep_analysis(run, args.name, analysis, PICTURES)
         show(analysis.result)
 
 

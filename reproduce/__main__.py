@@ -125,7 +125,7 @@ def reproduce(args, extra):
     parts = parts_of(plan, args)
     check(plan, parts, args)
     states = {folder: state_of(folder, command) for folder, command in plan.commands.items()}
-    lines = analysis_lines(plan)
+    lines = analysis_lines(plan, states)
     if args.dry_run:
         print_commands(plan, states, lines)
         return 0

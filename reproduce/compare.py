@@ -42,6 +42,7 @@ import pathlib
 import sys
 
 import common
+from analysis.runs import is_stale
 from reproduce import plot
 from reproduce.figures import Mean, means, own_figures, show_figure
 from reproduce.published import published_lines
@@ -254,6 +255,10 @@ def report(folders, args, names=None, wanted=None):
     pooled = pooled_table(groups, over, at) if over else []
     lines, tidy = main_table(groups, names, at, args.target or [])
     published = published_lines(groups, wanted)
+    for record in records:
+        if is_stale(record.path, "hessian", record.rows):
+            why = "it is not of the run's last round; hessian_eval.py writes it anew"
+            warn(f"{record.path}/hessian.json: left out, since {why}")
     parts = [
         ("", lines),
         (f"\nMean +- sample standard deviation over the rows that differ in {over}:\n\n", pooled),

@@ -9,6 +9,7 @@ import re
 import shlex
 
 import common
+from analysis.runs import is_stale
 from reproduce.cells import AFTER, all_cells, code_parts, home, parsed_flags
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
 
@@ -352,16 +353,20 @@ def missing_input(command):
     return None
 
 
-def analysis_lines(plan):
-    """Return the command lines of the analyses that a table needs beside its runs."""
+def analysis_lines(plan, states):
+    """Return the command lines of the analyses that a table needs beside its runs.
+
+    states: {run folder: of state_of()}, before the runs that are not finished go on.
+    """
     lines = []
     for paper, table in dict.fromkeys((cell.paper, cell.table) for cell in plan.cells):
         template = AFTER.get((paper, table), "")
         if "{command}" in template:
             lines += [template.format(command=command) for command in one_per_method(plan.cells)]
         elif template:
-            folders = [shlex.quote(str(folder)) for folder in plan.commands if to_analyse(folder)]
-            lines += [template.format(runs=" ".join(folders))] if folders else []
+            folders = [f for f in plan.commands if states[f] != "finished" or to_analyse(f)]
+            words = " ".join(shlex.quote(str(folder)) for folder in folders)
+            lines += [template.format(runs=words)] if folders else []
     return lines
 
 
@@ -374,6 +379,10 @@ def one_per_method(cells):
 
 
 def to_analyse(folder):
-    """Whether hessian_eval.py has not been in a run folder; a mere record has no weights."""
-    weights = (folder / "model.pt").exists() or not (folder / "config.json").exists()
-    return weights and not (folder / "hessian.json").exists()
+    """Whether hessian_eval.py has not been in the folder of a finished run since its last round.
+
+    A mere record has no weights, and is left as it is.
+    """
+    analysed = (folder / "hessian.json").exists()
+    stale = analysed and is_stale(folder, "hessian", read_run(folder).rows)
+    return (folder / "model.pt").exists() and (stale or not analysed)

@@ -7,6 +7,7 @@ import json
 import pathlib
 import typing
 
+from analysis.runs import is_stale
 from reproduce.cells import all_cells, parsed_flags
 from reproduce.figures import Mean, means, show_figure
 from reproduce.runs import as_text, baseline, comparable, decisive_flags, hardware_of
@@ -215,17 +216,20 @@ def delta_bytes(entry):
 
 def hessian_figure(entry, metric):
     """Return what hessian_eval.py has measured of a metric, [Measured] or []."""
-    mean = Mean.of([read_hessian(run.path).get(metric) for run in entry.groups[0].runs])
+    mean = Mean.of([read_hessian(run).get(metric) for run in entry.groups[0].runs])
     return [Measured(metric, mean.mean, mean.show(), str(mean.n))] if mean.n else []
 
 
-def read_hessian(path):
-    """Return what hessian_eval.py has left in a run folder, {metric: number}, empty without it.
+def read_hessian(run):
+    """Return what hessian_eval.py has left of a RunRecord, {metric: number}, empty without it.
 
-    H_N and H_D are there in the reading behind FedAlign's Table 1 alone.
+    Also where that is of another round than the run's last. H_N and H_D are there in the reading
+    behind FedAlign's Table 1 alone.
     """
+    if is_stale(run.path, "hessian", run.rows):
+        return {}
     try:
-        result = json.loads((path / "hessian.json").read_text())
+        result = json.loads((run.path / "hessian.json").read_text())
         numbers = {"lambda_max": result["eigenvalues"][0]["value"], "H_T": result["trace"]["value"]}
         if result["settings"]["diagonal"] == "tensor":
             numbers |= {name: result.get(name) for name in ("H_N", "H_D")}

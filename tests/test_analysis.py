@@ -90,7 +90,7 @@ def test_images_on_disk(run):
 # --- keeping results
 
 
-def test_failed_pictures_lose_nothing(tmp_path):
+def test_failed_pictures_lose_nothing(run):
     pytest.importorskip("matplotlib")
 
     def broken(plt):
@@ -98,9 +98,11 @@ def test_failed_pictures_lose_nothing(tmp_path):
 
     analysis = runs.Analysis({"x": 1}, {"y": np.ones(2)}, {"z": broken})
     with pytest.raises(ValueError):
-        runs.keep_analysis(tmp_path, "a", analysis)
-    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
-    assert (tmp_path / "a.npz").exists()
+        runs.keep_analysis(runs.open_run(run), "a", analysis)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    expected = {"x": 1, "round": 2, "rows_checksum": last["crc32"]}
+    assert json.loads((run / "a.json").read_text()) == expected
+    assert (run / "a.npz").exists()
 
 
 class Killed(BaseException):
@@ -114,6 +116,7 @@ def test_an_analysis_killed_while_it_writes_is_repeated(run, monkeypatch, done):
     similarity.main([str(run), "--name", "whole"])
     written = sorted(path.name.replace("whole", "a") for path in run.glob("whole*"))
     analysis = runs.Analysis({"x": 1}, {"y": np.ones(2)}, {"layers": lambda plt: plt.figure()})
+    opened = runs.open_run(run)
     changes, replace = [], os.replace
 
     def killed(*paths):
@@ -125,15 +128,48 @@ def test_an_analysis_killed_while_it_writes_is_repeated(run, monkeypatch, done):
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "replace", killed)
-        runs.keep_analysis(run, "a", analysis)
+        runs.keep_analysis(opened, "a", analysis, ["layers"])
     assert not (run / "a.json").exists()
     similarity.main([str(run), "--name", "a"])
-    files = sorted(path.name for path in run.glob("a[.-]*"))
-    assert set(written) <= set(files) <= {*written, "a.npz"}
+    assert sorted(path.name for path in run.glob("a[.-]*")) == written
     (run / "a.unfinished").touch()  # as a kill behind the last write leaves it
     with pytest.raises(common.UserError, match="exists already"):
         runs.check_new(run, "a")
     assert not (run / "a.unfinished").exists()
+
+
+def test_an_analysis_of_an_earlier_round_makes_way(run, capsys):
+    """Its array and its picture too; a file of the user's with a name like theirs stays."""
+    analysis = runs.Analysis({"x": 1}, {"y": np.ones(2)})
+    runs.keep_analysis(runs.open_run(run), "a", analysis)
+    refused_amid_output(capsys, similarity, [run, "--name", "a"], "a.json", "exists already")
+    (run / "a-layers.pdf").write_text("of round 2")
+    (run / "a-other.pdf").write_text("a user's")
+    fedavg.main(["--out", str(run), "--resume", "--rounds", "3"])
+    similarity.main([str(run), "--name", "a"])
+    result = json.loads((run / "a.json").read_text())
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+    assert (result["round"], result["rows_checksum"]) == (3, last["crc32"]) and "x" not in result
+    assert not (run / "a.npz").exists() and (run / "a-other.pdf").exists()
+    picture = run / "a-layers.pdf"
+    assert not picture.exists() or picture.read_bytes().startswith(b"%PDF")
+    refused_amid_output(capsys, similarity, [run, "--name", "a"], "a.json", "exists already")
+
+
+def test_results_that_do_not_say_of_which_round_they_are_stay(run):
+    """Those of older versions; nor is anything known of a file that is no result."""
+    rows = runs.open_run(run).rows
+    for text, stale in (
+        ("{}", False),
+        ("[]", False),
+        ("{", False),
+        ('{"round": 2}', False),
+        ('{"round": 1}', True),
+        ('{"round": 2, "rows_checksum": 1}', True),
+    ):
+        (run / "a.json").write_text(text)
+        assert runs.is_stale(run, "a", rows) == stale, text
+    assert not runs.is_stale(run, "none", rows)
 
 
 def test_a_users_own_file_is_no_analysis(run):

@@ -389,6 +389,11 @@ def test_hessian_eval_goes_on_after_results(two_runs, capsys):
     assert out.splitlines()[-1].startswith(str(b))
     assert (a / "hessian.npz").stat().st_mtime_ns == written
     assert (b / "hessian.json").exists()
+    result, _ = analysis_of(b)
+    (b / "hessian.json").write_text(json.dumps({**result, "rows_checksum": 1}))
+    h.main([str(b), *QUICK, "--top", "4"])
+    assert "already analysed" not in capsys.readouterr().out  # which was of other rows
+    assert analysis_of(b)[0]["rows_checksum"] == result["rows_checksum"]
     refused_amid_output(capsys, h, [a, *QUICK], "hessian.json", "--name")
     (a / "hessian.json").unlink()
     refused_amid_output(capsys, h, [a, *QUICK, "--top", "4"], "hessian.npz", "--name")

@@ -187,6 +187,22 @@ def test_hessians_stand_beside_the_published_ones(tmp_path, capsys, name, n, pub
     assert run_compare(capsys, tmp_path / "0")[0] == 0
 
 
+def test_hessians_of_an_earlier_round_are_left_out(tmp_path, capsys):
+    """A run that was analysed after 24 of its 25 rounds, and one after all."""
+    settings = {"diagonal": "tensor"}
+    result = {"eigenvalues": [{"value": 300.0}], "trace": {"value": 6000.0}, "settings": settings}
+    for number in (24, 25):
+        run = make_run(
+            tmp_path / str(number), CELLS["FedAlign", "1"][0].command, number, [50.0] * 25
+        )
+        (run / "hessian.json").write_text(json.dumps({**result, "round": number}))
+    _, out, err = run_compare(capsys, tmp_path / "24", tmp_path / "25")
+    assert re.search(r" lambda_max +1 ", out)
+    assert err.count("\n") == 1 and "24/hessian.json: left out" in err
+    _, out, err = run_compare(capsys, tmp_path / "24")
+    assert "lambda_max" not in out and err.count("\n") == 1
+
+
 def test_the_centralised_bound(tmp_path, capsys):
     run = make_cell_run(tmp_path / "a", cells_by_method("FedCKA", "fig5")["centralised"], 69.0)
     _, out, _ = run_compare(capsys, run)

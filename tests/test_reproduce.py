@@ -62,7 +62,7 @@ def test_dry_run_prints_what_is_left(tmp_path, capsys):
 def test_analyses_are_lines_of_modules():
     """The cost of Tables 5 and 7, one line a method and data set, in the form that -m wants."""
     for table, count in (("5", 10), ("7", 16)):
-        lines = jobs.analysis_lines(jobs.Plan({}, CELLS["FedAlign", table]))
+        lines = jobs.analysis_lines(jobs.Plan({}, CELLS["FedAlign", table]), {})
         assert len(lines) == count
         for line in lines:
             flag, module, script = shlex.split(line)[:3]
@@ -524,6 +524,20 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     assert code == 0 and lines[2][1] is not None and "the same command goes on" in out
     (b / "hessian.json").write_text("{}")
     assert run_reproduce(capsys, *argv)[0] == 0 and len(lines) == 3
+    (b / "hessian.json").write_text('{"round": 3}')  # of 4
+    monkeypatch.setattr(runner, "run_child", lambda line, _: lines.append(line) or (0, ""))
+    code, _, err = run_reproduce(capsys, *argv)
+    assert code == 0 and lines[3] == ["hessian_eval.py", str(b), "--diagonal", "tensor"]
+    assert "B" in err and "hessian.json: left out" in err
+
+
+def test_a_run_that_goes_on_is_analysed_again(tmp_path, monkeypatch, capsys):
+    """Though the result that is there is of its last round so far."""
+    (cell,) = tiny_table(monkeypatch, "hessian_eval.py {runs}", A=f"fedavg.py {GLYPHS}")
+    run = make_run(cell_folder(tmp_path, cell), cell.command, accuracies=(10, 20))
+    (run / "hessian.json").write_text('{"round": 2}')
+    _, out, _ = run_reproduce(capsys, "fedalign", "1", "--runs", tmp_path, "--dry-run")
+    assert out.splitlines()[-1] == f"python hessian_eval.py {run}"
 
 
 # --------------------------------------------------------------------------------------------------
