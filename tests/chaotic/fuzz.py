@@ -23,6 +23,7 @@ from chaotic.children import run
 from chaotic.damage import become, cut_short, flip, zero
 from chaotic.world import SIGHTS
 from methods import METHODS as SCRIPTS
+from runs import without_checksums
 
 TINY = "--data-dir data --model cnn --quiet --device cpu".split()
 TINY += "--clients 2 --rounds 1 --local-steps 1 --batch-size 4".split()
@@ -123,11 +124,18 @@ def mutate(tree, rng):
 
 
 def records(folder, rng):
-    """A run whose config.json or metrics.jsonl has other values; it is resumed or shown."""
+    """A run whose config.json or metrics.jsonl has other values; it is resumed or shown.
+
+    Often without checksums, which would find nearly all."""
+    if rng.random() < 0.5:
+        without_checksums(folder / "run")
     path = folder / "run" / rng.choice(["config.json", "metrics.jsonl"])
     lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     i = rng.randrange(len(lines))
-    lines[i] = mutate(json.loads(lines[i]), rng)
+    tree = json.loads(lines[i])
+    if rng.random() < 0.5:
+        tree.pop("crc32", None)
+    lines[i] = mutate(tree, rng)
     path.write_text("".join(f"{line}\n" for line in lines))
     resume = "fedavg --out run --resume --quiet --device cpu --rounds 3".split()
     return path.name, rng.choice([resume, *SIGHTS.values()]), False
