@@ -2803,14 +2803,15 @@ def read_config(out, flag="--out "):
             resumed = " to --resume" if flag else ""
             raise UserError(f"{flag}{out}: no run{resumed} there, since it has no config.json")
         config = parse_config(path.read_text())
-        numbers = [config["flags"]["rounds"], config["workers"], config["threads"] - 1]
-        numbers.append(config["flags"].get("checkpoint_every", 1))
+        flags = config["flags"]
+        numbers = [flags["rounds"], config["workers"], config["threads"] - 1]
+        numbers += [flags.get("checkpoint_every", 1), config.get("stopped", 0)]
         if "argv" not in config:
             raise UserError(
                 f"{flag}{out}: config.json keeps no command, as of an older version of this code; "
                 "the run can be compared, but neither resumed nor opened"
             )
-        words = [config["script"], *config["argv"]]
+        words = [config["script"], flags["dataset"], flags["model"], *config["argv"]]
         bounded = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and numbers[2] < 4096
         if bounded and all(type(word) is str for word in words):
             return config

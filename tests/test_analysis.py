@@ -224,6 +224,12 @@ def test_bad_config(run, original_run, capsys):
     refused_amid_output(capsys, similarity, [run], "config.json", "no such script")
     path.write_text("{")
     refused_amid_output(capsys, hessian_eval, [run], "config.json", "damaged")
+    for wrong in ({"model": 1.5}, {"dataset": None}):
+        flags = config["flags"] | wrong
+        path.write_text(json.dumps(common.sealed({**config, "flags": flags})))
+        refused_amid_output(capsys, similarity, [run], "config.json is damaged")
+    path.write_text(json.dumps(common.sealed({**config, "stopped": "x"})))
+    refused_amid_output(capsys, similarity, [run], "config.json is damaged")
 
 
 # --- files of another round or run
