@@ -3145,13 +3145,13 @@ class RunFolder:
                 path.unlink()
         if latest.exists():
             clients.mkdir(exist_ok=True)
-        for path in models(latest):
-            os.replace(path, clients / path.name)
-        sync_path(clients)
+            for path in models(latest):
+                os.replace(path, clients / path.name)
+            sync_path(clients)
+            sync_path(self.out)
         for folder in (latest, clients):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
-        sync_path(self.out)
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""
