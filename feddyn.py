@@ -13,6 +13,9 @@ whole gradient.
 State: h_k at each client, h at the server. Bytes per client and round: the model down, the model
 up. The authors' code adapts alpha to each client's size; here it is one number, as in the paper.
 
+Measured: on MNIST, ten clients of two to seven digits, 97.02 +- 0.41 beside FedAvg's 95.21 +- 0.69
+(n=3, AMD EPYC, 2 cores, commit 6a96d7b; docs/demonstration.md).
+
 FedMLB paper, Table 1, row FedDyn (CIFAR-100, 100 clients, 5%). Not measured here yet.
     python feddyn.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\
         --clients 100 --sample 0.05 --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 \\

@@ -18,6 +18,9 @@ State: c_k at each client, c at the server. Bytes per client and round: the mode
 model and c_k+ - c_k up. The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it
 are FedAvg's.
 
+Measured: on MNIST, ten clients of two to seven digits, 96.75 +- 0.35 beside FedAvg's 95.21 +- 0.69
+(n=3, AMD EPYC, 2 cores, commit 6a96d7b; docs/demonstration.md).
+
 FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD. Not measured here yet.
     python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\
         --epochs 10 --batch-size 128 --lr 0.1 --no-nesterov --weight-decay 1e-5 --augment none
