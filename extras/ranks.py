@@ -10,7 +10,8 @@ prints; a client's state is written by the rank that trained it. Ranks that do n
 the same flags, code, data and initial network, are refused.
 
 An error on any rank ends all: the first is noted in the store that torchrun keeps, rank 0 prints
-it, and all leave with its exit code.
+it, and all leave with its exit code. torchrun ends with SIGTERM those that are left when it sees
+that one has gone, a moment after the line is out.
 """
 
 import atexit

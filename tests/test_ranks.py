@@ -6,6 +6,7 @@ run by hand."""
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -76,6 +77,16 @@ def test_two_ranks_give_the_run_of_one_process(tmp_path, monkeypatch):
     assert names == {f"{k}.pt" for k in range(4)}
 
 
+def check_exit_codes(err):
+    """Check that the first rank to leave did so with 2, the others too unless torchrun was faster.
+
+    It ends those that are left when it sees that one has gone."""
+    found = [int(code) for code in re.findall(r"exitcode +: (-?[0-9]+)", err)]
+    assert len(found) == 2, err
+    assert found[-1] == 2, err  # its last paragraph is of the first to leave
+    assert found[0] in (2, -signal.SIGTERM), err
+
+
 FAULTY = """
 import os, common, fedavg
 def local_update(worker, client, server, args):
@@ -94,7 +105,7 @@ def test_an_error_of_one_rank_is_one_line(tmp_path):
     assert code == 1  # torchrun's own
     [found] = [text for text in err.splitlines() if ".py: error:" in text]
     assert found == "fedavg.py: error: rank 1 has no more"
-    assert err.count("exitcode  : 2 ") == 2, err
+    check_exit_codes(err)
     assert rounds_in(out) == 1
 
 
@@ -191,7 +202,7 @@ def test_ranks_that_differ_are_refused(from_python):
     alike = "; all need the same flags, code, data and initial network"
     [found] = [text for text in err.splitlines() if ".py: error:" in text]
     assert found == f"fedavg.py: error: --lr: 0.5 on rank 1, and 0.05 on rank 0{alike}"
-    assert err.count("exitcode  : 2 ") == 2, err
+    check_exit_codes(err)
     lines, others = ((folder / f"lines-{rank}").read_text().splitlines() for rank in range(2))
     assert lines == others
     beginnings = [
