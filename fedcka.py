@@ -23,33 +23,38 @@ FedCKA paper, Table 1, CIFAR-10, row FedCKA. Not measured here yet.
 
 import common
 
+import torch
 import torch.nn.functional as F
 
 
+def centred(x, dim):
+    """Return x less its means over dim."""
+    return x - x.mean(dim, keepdim=True)
+
+
 def cka(k_a, k_b):
-    """Return the centred kernel alignment of two Gram matrices, (batch, batch) each."""
-    k_a, k_b = (
-        k - k.mean(0, keepdim=True) - k.mean(1, keepdim=True) + k.mean() for k in (k_a, k_b)
-    )
-    # each over its norm first, so that no product of squares leaves the range of fp32
-    return (k_a / k_a.norm().clamp(min=1e-30) * (k_b / k_b.norm().clamp(min=1e-30))).sum()
+    """Return the centred kernel alignment of Gram matrices, (..., batch, batch) each."""
+    k_a, k_b = (centred(centred(k, -2), -1).flatten(-2) for k in (k_a, k_b))
+    return F.cosine_similarity(k_a, k_b, dim=-1, eps=1e-30)
 
 
 def linear_cka(a, b):
-    """Return linear CKA of activations a, b, (batch, features each):
+    """Return linear CKA of activations a, b, (..., batch, features) each:
 
     ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
     matrices, so that the width of the layer does not matter."""
     # before the product: a large mean would cancel badly after it
-    a, b = a - a.mean(0), b - b.mean(0)
-    return cka(a @ a.T, b @ b.T)
+    a, b = centred(a, -2), centred(b, -2)
+    return cka(a @ a.mT, b @ b.mT)
 
 
 def layer_contrast(a, g, p, s=linear_cka):
     """Return a layer's term of Eq. 2, of its activations a, g and p, (batch, ...) each.
 
-    s(x, y): a similarity of (batch, features) each."""
-    towards, away = (s(a.flatten(1), h.flatten(1)) for h in (g, p))
+    s(x, y): similarities of x, (batch, features), to each of y, (2, batch, features)."""
+    # channels lie last in memory: a view; the order of features is the same to s
+    a, g, p = (h.movedim(1, -1).flatten(1) for h in (a, g, p))
+    towards, away = s(a, torch.stack([g, p]))
     return F.softplus(away - towards)  # as in moon.py
 
 

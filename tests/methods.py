@@ -16,7 +16,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "stochdepth": 50,
     "gradaug": 50,
     "fedalign": 46,
-    "fedcka": 47,
+    "fedcka": 49,
     "scaffold": 50,
     "fedmlb": 50,
     "fedkd": 6,
