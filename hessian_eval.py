@@ -718,7 +718,7 @@ def settings(args):
 
 def earlier_result(path, args, config):
     """Return the result of the same analysis of the same rounds in the folder path, or None."""
-    rounds = config["flags"]["rounds"]
+    rounds = config.get("stopped", config["flags"]["rounds"])
     try:
         result = json.loads((path / f"{args.name}.json").read_text())
         table_row(path, result)  # fails if it is damaged

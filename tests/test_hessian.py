@@ -1,5 +1,6 @@
 """hessian_eval.py: against explicit Hessians and plain formulas, and its runs from end to end."""
 
+import functools
 import json
 import shutil
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import refused_amid_output
+from conftest import TINY, refused_amid_output
 from tqdm import tqdm
 
 import common
+import fedavg
 import hessian_eval as h
 from analysis import runs
 from extras import text
@@ -399,3 +401,12 @@ def test_hessian_eval_goes_on_after_results(two_runs, capsys):
     refused_amid_output(capsys, h, [a, *QUICK, "--top", "4"], "hessian.npz", "--name")
     refused_amid_output(capsys, h, [a, *QUICK, "--name", "a/b"], "--name")
     refused_amid_output(capsys, h, [a, *QUICK, "--landscape", "1"], "--landscape")
+
+
+def test_hessian_eval_knows_results_of_a_stopped_run(tmp_path, capsys):
+    """Which has fewer rounds than its --rounds says."""
+    argv = [*TINY, "--local-steps", "1", "--rounds", "3", "--out", str(tmp_path / "a")]
+    fedavg.main(argv, run=functools.partial(common.run, on_round=lambda row, net: True))
+    for answer in (False, True):
+        h.main([str(tmp_path / "a"), *QUICK])
+        assert ("already analysed" in capsys.readouterr().out) == answer
