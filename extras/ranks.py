@@ -357,6 +357,19 @@ def broadcast(tree, owner, wait=finish):
     return torch.load(io.BytesIO(buffer.numpy().tobytes()), weights_only=True)
 
 
+def by_rank_0(f):
+    """Call f() on rank 0 alone. Raise its UserError, which a caller may catch, on every rank."""
+    error = None
+    if RANK == 0:
+        try:
+            f()
+        except common.UserError as e:
+            error = e
+    [line] = broadcast([error and str(error)], 0)
+    if line:
+        raise error or common.UserError(line)
+
+
 NOTES = ("samples", "version")  # of an Upload, beside its tensors
 COUNTS = ("bytes_down", "bytes_up", "model")  # of a Client
 
@@ -426,9 +439,7 @@ class Folder(common.RunFolder):
     def take(self):
         code = self.code.parts if self.code else {}
         check_alike(versions() | {f"code of {part}": digest for part, digest in code.items()})
-        if RANK == 0:
-            super().take()
-        wait()
+        by_rank_0(super().take)
         if self.args.resume:
             self._check_shared()
             if RANK:
@@ -453,10 +464,15 @@ class Folder(common.RunFolder):
             super()._lock()
 
     def create(self, workers, threads):
-        if RANK == 0:
-            super().create(workers, threads)
-        wait()
-        self._check_shared()
+        check_alike({"threads of a worker": threads})
+        by_rank_0(lambda: super(Folder, self).create(workers, threads))
+        try:
+            self._check_shared()
+        except common.UserError:
+            if RANK == 0:  # the run has not begun
+                self.states.folder.rmdir()
+                (self.out / "config.json").unlink()
+            raise
         self.config = common.read_config(self.out)
 
     def write_config(self):
@@ -469,8 +485,8 @@ class Folder(common.RunFolder):
             super().settle(fed)
 
     def save(self, tree, name, stamp):
-        if RANK == 0:
-            super().save(tree, name, stamp)
+        if RANK == 0:  # of copies: torch.save takes no views of one buffer, another rank's weights
+            super().save({k: v.clone() for k, v in tree.items()}, name, stamp)
 
     def append(self, row):
         line = None
@@ -491,9 +507,7 @@ class Folder(common.RunFolder):
         wait()
 
     def restore(self, fed):
-        if RANK == 0:
-            super().restore(fed)
-        wait()
+        by_rank_0(lambda: super(Folder, self).restore(fed))
         if RANK:
             self.follow(fed)
 

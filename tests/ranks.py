@@ -75,6 +75,7 @@ def contents(out):
     checkpoint = common.load(out / "checkpoint.pt")
     found = {"rows": rows_of(out), "net": checkpoint["net"], "server": checkpoint["server"]}
     found["states"] = {path.name: common.load(path) for path in sorted((out / "states").iterdir())}
+    found["clients"] = {path.name: common.load(path) for path in sorted(out.glob("clients/*"))}
     found["versions"] = sorted((k, t) for k, t, _ in checkpoint["clients"].tolist())
     return found | {name: common.load(out / name) for name in ("model.pt", "best.pt")}
 
