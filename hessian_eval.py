@@ -718,12 +718,11 @@ def settings(args):
 
 def earlier_result(path, args, config):
     """Return the result of the same analysis of the same rounds in the folder path, or None."""
-    rounds = config.get("stopped", config["flags"]["rounds"])
     try:
         result = json.loads((path / f"{args.name}.json").read_text())
         table_row(path, result)  # fails if it is damaged
-        same = (result["settings"], result["round"]) == (settings(args), rounds)
-        rows = runs.read_rows(path / "metrics.jsonl", config)
+        same = result["settings"] == settings(args)
+        rows = runs.read_rows(path, config)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return result if same and not runs.is_stale(path, args.name, rows) else None

@@ -166,10 +166,7 @@ def open_run(path, device="auto", data_dir=None):
     """
     path = pathlib.Path(path)
     config = common.read_config(path, "")
-    flags, rows = config["flags"], read_rows(path / "metrics.jsonl", config)
-    last = config.get("stopped", flags["rounds"])
-    if not (path / "model.pt").exists() or rows[-1]["round"] < last:
-        raise common.UserError(f"{path}: has not finished (--out {path} --resume continues it)")
+    flags, rows = config["flags"], read_rows(path, config)
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
     words = [*config["argv"], f"--device={device}", "--precision=fp32"]
@@ -194,17 +191,23 @@ def open_run(path, device="auto", data_dir=None):
 
 
 def read_rows(path, config):
-    """Return the rows of the metrics.jsonl beside a config.json, of which config is the content.
+    """Return the rows of the run in the folder path, of whose config.json config is the content.
 
-    UserError if they are not the run's, or if the last lacks what analyses read.
+    UserError if it has not finished, if they are not its own, or the last lacks what analyses read.
     """
+    unfinished = f"{path}: has not finished (--out {path} --resume continues it)"
+    if not (path / "model.pt").exists():
+        raise common.UserError(unfinished)
+    metrics = path / "metrics.jsonl"
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else ()
+        lines = metrics.read_bytes().splitlines() if metrics.is_file() else ()
         rows = list(common.read_rows(lines, config))
         if not rows or rows[-1]["test_acc"] is None:
             raise ValueError("the last round is not there")
     except (OSError, ValueError):
-        raise common.UserError(f"{path}: missing, damaged or of another run") from None
+        raise common.UserError(f"{metrics}: missing, damaged or of another run") from None
+    if rows[-1]["round"] < config.get("stopped", config["flags"]["rounds"]):
+        raise common.UserError(unfinished)
     return rows
 
 
@@ -258,7 +261,7 @@ def check_new(path, name, picture_keys=()):
     unfinished = path / f"{name}.unfinished"
     if (path / f"{name}.json").exists():
         config = common.read_config(path, "")
-        if is_stale(path, name, read_rows(path / "metrics.jsonl", config)):
+        if is_stale(path, name, read_rows(path, config)):
             return
         unfinished.unlink(missing_ok=True)  # killed behind the last write
     elif unfinished.exists():

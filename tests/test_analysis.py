@@ -266,6 +266,14 @@ def test_files_of_another_round(run, tmp_path, capsys):
     refused_amid_output(capsys, similarity, [longer], "its client is 2, and should be 1")
 
 
+@pytest.mark.parametrize("rows", [b"", b'{"round": 1'])
+def test_a_run_that_is_under_way_is_not_called_damaged(run, capsys, rows):
+    """Nor is one that was cut in its first round, or amid a row."""
+    (run / "model.pt").unlink()
+    (run / "metrics.jsonl").write_bytes(rows)
+    refused_amid_output(capsys, similarity, [run], str(run), "has not finished", "--resume")
+
+
 def test_a_run_that_is_to_go_on_is_not_analysed(run, capsys):
     """It was resumed with more rounds, and stopped before the first of them."""
     config = json.loads((run / "config.json").read_text())
