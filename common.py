@@ -1359,7 +1359,8 @@ def keep_freed_memory():
     """Let glibc keep what is freed for the next batch; other C libraries are left alone.
 
     As it comes, it gives back the end of the heap whenever more than 64 MB of it are free, and the
-    page faults of the next step cost small networks a third of their speed (docs/speed.md)."""
+    page faults of the next step cost small networks a third of their speed (docs/speed.md). Holds
+    for the whole process, from then on."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -2822,6 +2823,8 @@ def read_config(out, flag="--out "):
         flags = config["flags"]
         numbers = [flags["rounds"], config["workers"], config["threads"] - 1]
         numbers += [flags.get("checkpoint_every", 1), config.get("stopped", 0)]
+        before = config.get("rows_crc32", 0)
+        dicts = [config.get("versions", {}), config.get("code") or {}]
         if "argv" not in config:
             raise UserError(
                 f"{flag}{out}: config.json keeps no command, as of an older version of this code; "
@@ -2829,7 +2832,8 @@ def read_config(out, flag="--out "):
             )
         words = [config["script"], flags["dataset"], flags["model"], *config["argv"]]
         bounded = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and numbers[2] < 4096
-        if bounded and all(type(word) is str for word in words):
+        plain = type(before) is int and all(type(d) is dict for d in dicts)
+        if bounded and plain and all(type(word) is str for word in words):
             return config
     except UserError:
         raise
@@ -2878,7 +2882,7 @@ def check_data(config, out, digests):
                 what = f"clients' shares (--partition {config['flags']['partition']})"
             raise UserError(
                 f"{out}: the {what} of the data are not those that the run began with; put them "
-                "back, or start a new run with another --out"
+                "back, or say where they are by --data-dir"
             )
 
 
@@ -2894,7 +2898,7 @@ if hasattr(os, "register_at_fork"):  # not where there are no forks
 
 # names of what a kill may leave; others are not ours to delete
 OWN_LEFTOVERS = re.compile(
-    r"best-\d+\.pt|clients\.\d+\.tmp/\d+\.pt(\.\d+\.tmp)?|"
+    r"best-\d+\.pt|clients\.\d+\.tmp/\d+\.pt|clients(\.\d+\.tmp)?/\d+\.pt\.\d+\.tmp|"
     r"(config\.json|metrics\.jsonl|(best(-\d+)?|checkpoint|model)\.pt)\.\d+\.tmp"
 )
 
@@ -3033,6 +3037,9 @@ class RunFolder:
             self._lock()
             self.config = read_config(self.out)
             check_resumed(self.args, self.config["flags"])
+            clients = self.out / "clients"
+            if self.args.save_clients and os.path.lexists(clients) and not clients.is_dir():
+                raise UserError(f"argument --save-clients: {clients} is not a folder")
             self.compare_versions()
             if self.config.get("code") and self.code:
                 extra("identity", "--resume").check_same(self.out, self.config["code"], self.code)
@@ -3234,8 +3241,9 @@ class RunFolder:
         best = self.out / f"best-{(best_row(self.rows) or {}).get('round')}.pt"
         if best.exists():
             os.replace(best, self.out / "best.pt")
-        for path in [*self.out.iterdir(), *self.out.glob("clients.*.tmp/*")]:
-            if OWN_LEFTOVERS.fullmatch(path.relative_to(self.out).as_posix()):
+        for path in [*self.out.iterdir(), *self.out.glob("clients*/*")]:
+            ours = OWN_LEFTOVERS.fullmatch(path.relative_to(self.out).as_posix())
+            if ours and not path.is_dir():
                 path.unlink()
         for folder in self.out.glob("clients.*.tmp"):
             with contextlib.suppress(OSError):  # where a user's own files are in it

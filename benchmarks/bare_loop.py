@@ -147,6 +147,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     data = random_images(args)
     figures = []
+    common.keep_freed_memory()  # which a run does too: both loops gain by it
     print("   bare loop  fedavg.py   samples/s")
     for _ in range(args.repeats):
         fast, samples = federated(args, data)

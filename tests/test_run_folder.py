@@ -488,6 +488,7 @@ LEFT_BY_A_KILL = [
     "best-7.pt",
     "best-2.pt.7.tmp",
     "clients.2.tmp/1.pt",
+    "clients/1.pt.7.tmp",
     "states/1-1.pt",
     "states/1-2.pt.7.tmp",
 ]
@@ -508,11 +509,12 @@ def test_resume_deletes_what_a_kill_left_and_nothing_else(tmp_path):
     before = {path.relative_to(out) for path in out.glob("**/*")}
     (out / "clients.2.tmp").mkdir()
     (out / "clients.3.tmp").mkdir()
+    (out / "best-9.pt").mkdir()
     for name in [*LEFT_BY_A_KILL, *A_USERS_OWN]:
         (out / name).write_text("x")
     fedavg.main(["--out", str(out), "--resume"])
     added = {str(path.relative_to(out)) for path in out.glob("**/*")} - set(map(str, before))
-    assert added == {*A_USERS_OWN, "clients.3.tmp"}
+    assert added == {*A_USERS_OWN, "clients.3.tmp", "best-9.pt"}
 
 
 def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path):
@@ -539,6 +541,15 @@ def test_a_longer_run_that_is_refused_in_its_first_new_round_loses_nothing(tmp_p
     refused(capsys, scaffold, [*argv, "--rounds", 3, "--resume"], state.name)
     assert {path: path.read_bytes() for path in before} == before
     scaffold.main(["--out", str(out), "--resume"])  # is finished, as it was
+
+
+def test_a_file_in_the_place_of_clients_is_refused_before_training(tmp_path, capsys):
+    out = tmp_path / "run"
+    fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
+    (out / "clients").write_text("mine")
+    argv = ["--out", out, "--resume", "--rounds", 3, "--save-clients"]
+    refused(capsys, fedavg, argv, "--save-clients", "clients is not a folder")
+    fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
 
 
 def test_a_folder_in_the_place_of_a_clients_model_loses_nothing(tmp_path, capsys):
@@ -692,6 +703,9 @@ def test_damaged_metrics_of_before_there_were_checksums(capsys, damaged, old, ne
         (r'"threads": \d+', '"threads": 0', "config.json"),
         (r'"threads": \d+', '"threads": 1' + 30 * "0", "config.json"),
         (r'"workers": \d+', '"workers": -1', "config.json"),
+        (r'"versions": {[^}]*}', '"versions": null', "config.json is damaged"),
+        (r'"code": {[^}]*}', '"code": ["a"]', "config.json is damaged"),
+        (r'"rows_crc32": \d+', '"rows_crc32": "x"', "config.json is damaged"),
         (r'"checkpoint_every": \d+', '"checkpoint_every": "x"', "config.json is damaged"),
         ("", 100_000 * "[", "config.json"),
         ("", '{"flags": ' + 5000 * "9", "config.json"),
