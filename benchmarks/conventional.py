@@ -156,6 +156,7 @@ def main(argv=None):
     args = parse_flags(argv)
     data = bare_loop.random_images(args)
     figures, fastest = [], []
+    common.keep_freed_memory()  # which a run does too: both loops gain by it
     print("conventional  fedavg.py   samples/s")
     for _ in range(args.repeats):
         speeds = {loaders: conventional(args, data, loaders) for loaders in args.loaders}
