@@ -1358,9 +1358,9 @@ class Pool:
 def keep_freed_memory():
     """Let glibc keep what is freed for the next batch; other C libraries are left alone.
 
-    As it comes, it gives back the end of the heap whenever more of it is free than a limit, 64 MB at
-    most, and page faults of the next step may take a quarter of the time (docs/speed.md). Holds for
-    the whole process, from then on."""
+    As it comes, it gives back the end of the heap when more of it is free than a limit, 64 MB at
+    most, and page faults of the next step may take a quarter of the time (docs/speed.md). Holds
+    for the whole process, from then on."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
