@@ -13,9 +13,10 @@ State: none. Bytes per client and round: the model down, the model and h_k up.
 their config); the numbers of its tables may be of that. Their F_k is the mean of the losses of full
 batches in training mode; ours stays that above. Clients are sampled uniformly.
 
-rFedAvg paper, Table I, MNIST, row q-FedAvg, cross-silo, similarity 0%. Not measured here yet.
+rFedAvg paper, Table II, MNIST, row q-FedAvg, similarity 0%: 74.42 +- 10.17. Measured: 80.96 +- 0.45
+(n=1, AMD EPYC, 1 core, commit 0685ca6; docs/reproduce.md).
     python qfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 \\
-        --clients 20 --rounds 60 --epochs 5 --batch-size 100 --lr 0.1 --momentum 0 \\
+        --clients 500 --sample 0.2 --rounds 60 --epochs 10 --batch-size 32 --lr 0.1 --momentum 0 \\
         --weight-decay 0 --drop-last --weighting uniform --q 1
 """
 

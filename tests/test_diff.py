@@ -59,4 +59,4 @@ def test_docstring_command_parses(name):
     assert command[:2] == ["python", f"{name}.py"]
     args = args_of(SCRIPTS[name], *command[2:])
     assert args.dataset in ("cifar100", "cifar10", "mnist")
-    assert args.clients in (10, 16, 20, 100)
+    assert args.clients in (10, 16, 20, 100, 500)
