@@ -52,7 +52,7 @@ def layer_contrast(a, g, p, s=linear_cka):
     """Return a layer's term of Eq. 2, of its activations a, g and p, (batch, ...) each.
 
     s(x, y): similarities of x, (batch, features), to each of y, (2, batch, features)."""
-    # channels lie last in memory: a view; the order of features is the same to s
+    # no copies, since channels lie last in memory; s does not depend on the order of features
     a, g, p = (h.movedim(1, -1).flatten(1) for h in (a, g, p))
     towards, away = s(a, torch.stack([g, p]))
     return F.softplus(away - towards)  # as in moon.py

@@ -1,10 +1,9 @@
 """Similarities of two layers' activations that FedCKA is compared with (its Table 3).
 
 Each takes a, b, (..., batch, features) each, and returns numbers, (...), that are larger for more
-similar ones.
-The paper gives neither the bandwidth of kernel CKA (here: the median squared distance) nor the
-formulas of the Frobenius and cosine similarities (here: minus the mean squared difference; the
-cosine of the flattened activations).
+similar ones. The paper gives neither the bandwidth of kernel CKA (here: the median squared
+distance) nor the formulas of the Frobenius and cosine similarities (here: minus the mean squared
+difference; the cosine of the flattened activations).
 """
 
 import torch
@@ -20,10 +19,10 @@ def kernel_cka(a, b):
         x = fedcka.centred(x, -2)
         squares = x.square().sum(-1, keepdim=True)
         distances = (squares + squares.mT - 2 * x @ x.mT).clamp(min=0)
-        ordered = distances.detach().flatten(-2).sort().values[..., None]
-        pairs = ordered.shape[-2]
-        median = (ordered[..., (pairs - 1) // 2, :] + ordered[..., pairs // 2, :]) / 2
-        return torch.exp(-distances / (2 * median[..., None]).clamp(min=1e-30))
+        ordered = distances.detach().flatten(-2).sort().values
+        pairs = ordered.shape[-1]
+        median = (ordered[..., (pairs - 1) // 2] + ordered[..., pairs // 2]) / 2
+        return torch.exp(-distances / (2 * median).clamp(min=1e-30)[..., None, None])
 
     return fedcka.cka(gram(a), gram(b))
 
