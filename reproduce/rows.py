@@ -2,7 +2,7 @@
 
 import typing
 
-from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text
+from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text, differing_code
 
 
 class Row(typing.NamedTuple):
@@ -57,17 +57,14 @@ def code_labels(group, groups):
 
     It is a function's name, with its digest where names are the same.
     """
-    codes = [other.code for other in groups if other.script == group.script]
     if group.code is None:
-        return ["(code not recorded)"] if any(codes) else []
+        return ["(code not recorded)"] if any(other.code for other in groups) else []
     labels = []
-    for part in sorted(set().union(*filter(None, codes))):
-        texts = {code.get(part, "none") for code in codes if code}
+    for part, texts in differing_code(group, groups).items():
         names = {text.split(" ")[0] for text in texts}
         text = group.code.get(part, "none")
-        if len(texts) > 1:
-            short = text.split(" ")[0] if len(names) == len(texts) else text.replace(" ", " #")
-            labels.append(f"{part}={short}")
+        short = text.split(" ")[0] if len(names) == len(texts) else text.replace(" ", " #")
+        labels.append(f"{part}={short}")
     return labels
 
 

@@ -294,10 +294,32 @@ def group_runs(records, warn):
     groups = [group_of(same, warn) for same in by_key.values()]
     groups = [group for group in groups if group]
     for script in dict.fromkeys(group.script for group in groups):
-        codes = {json.dumps(group.code) for group in groups if group.script == script}
-        if len(codes) > 1:
+        same = [group for group in groups if group.script == script]
+        codes = {json.dumps(group.code) for group in same}
+        unclear = [group for group in same if not group.code or differing_code(group, same)]
+        if len(codes) > 1 and unclear:
             warn(f"{script}: the code of its runs differs, so they are {len(codes)} methods")
     return groups
+
+
+def differing_code(group, groups):
+    """Return {part: texts} of the code that differs between groups of a script.
+
+    A part that some lack has "none" among its texts where group's flags are theirs: rFedAvg+ has
+    an exchange that rFedAvg has not, and its flag says so.
+    """
+    flags = decisive_flags(group.flags)
+    codes = [other.code for other in groups if other.code]
+    alike = [g.code for g in groups if g.code and decisive_flags(g.flags) == flags]
+    differing = {}
+    for part in sorted(set().union(*codes)):
+        texts = {code[part] for code in codes if part in code}
+        same_flags = {code.get(part, "none") for code in alike}
+        if len(same_flags) > 1:
+            texts |= same_flags
+        if len(texts) > 1:
+            differing[part] = texts
+    return differing
 
 
 def group_of(records, warn):

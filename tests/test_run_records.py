@@ -216,6 +216,24 @@ def test_other_code_is_another_method(tmp_path, capsys):
     ]
 
 
+def test_a_part_that_a_flag_brings_is_told_by_the_flag(tmp_path, capsys):
+    """Where the flags are the same it is another method, and so is another function of its name."""
+    exchange = AVERAGE | {"after_round": "synchronise 55555555"}
+    other = make_run(tmp_path / "0", f"{PLAIN} --lr 0.02")
+    folders = [other, set_config(make_run(tmp_path / "1"), code=exchange)]
+    set_config(other, code=AVERAGE)
+    _, out, err = run_compare(capsys, *folders)
+    assert "after_round" not in out and err == ""
+    folders.append(set_config(make_run(tmp_path / "2"), code=AVERAGE))
+    _, out, err = run_compare(capsys, *folders)
+    assert "after_round=synchronise" in out and "after_round=none" in out
+    assert "so they are 2 methods" in err
+    set_config(other, code=exchange | {"after_round": "synchronise 66666666"})
+    _, out, err = run_compare(capsys, *folders[:2])
+    assert "after_round=synchronise #55555555" in out
+    assert "after_round=synchronise #66666666" in out and "so they are 2 methods" in err
+
+
 @pytest.mark.parametrize("code", [3, [1], {"local_update": 1}])
 def test_damaged_code(tmp_path, capsys, code):
     folder = set_config(make_run(tmp_path / "a"), code=code)
