@@ -12,8 +12,8 @@ averaged with the weights. Momentum starts at zero every round (--persist-opt ke
 the FedAlign code keeps it per worker thread, which is per client when there are as many threads).
 Short batches are trained on unless --drop-last is given, as in that code.
 
-Measured: rFedAvg's Table II, MNIST, similarity 0%: 94.16 +- 0.37, published 94.38 +- 0.26 (n=1,
-2 cores, commit ff1a9d4; docs/reproduce.md).
+Measured: rFedAvg's Table II, MNIST, similarity 0%, last five rounds: 94.16 +- 0.37, published 94.38
++- 0.26 (n=1, x86_64, 2 cores, commit ff1a9d4; docs/reproduce.md).
 
 FedAlign paper, Table 5, row FedAvg: 52.9 +- 0.1. Not measured here yet.
     python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\

@@ -19,6 +19,9 @@ and contrasts with that model from round 3 on, where ours stays 0. One last mode
 code's default; it can keep several. cnn and cnn-moon have the head built in, so --projection is 0
 for them unless given.
 
+Measured: FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 10, JPEG images:
+65.84 beside FedAvg's 63.83 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).
+
 FedAlign paper, Table 5, row MOON: 55.0 +- 0.5. Not measured here yet.
     python moon.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
         --epochs 20 --drop-last --mu 1 --frozen-mode train

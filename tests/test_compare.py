@@ -283,7 +283,11 @@ def kept_runs():
 
 @pytest.mark.parametrize(
     "page, folders",
-    [("reproduce.md", "rfedavg-*"), ("demonstration.md", "mnist-skew")],
+    [
+        ("reproduce.md", "rfedavg-*"),
+        ("demonstration.md", "mnist-skew"),
+        ("fedcka.md", "fedcka-1-jpeg"),
+    ],
 )
 def test_the_results_are_those_kept(capsys, tmp_path, monkeypatch, page, folders):
     """The section is what the command makes of results/, every row with n and hardware."""
