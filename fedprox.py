@@ -10,8 +10,9 @@ model up. The term has the 1/2 as in the FedAlign and MOON authors' code. It has
 whose lambda is our mu/2, nor in the later code of FedMLB's authors, whose 0.001 is our mu 0.002.
 
 Measured: rFedAvg's Table II, MNIST, similarity 0%: 75.02 +- 2.17, published 69.36 +- 5.78 (n=1,
-AMD EPYC, 1 core, commit 67b18e9; docs/reproduce.md). FedCKA's Table 1, CIFAR-10, after 20 of 100
-rounds: 63.99 beside FedAvg's 63.83 (n=1, commit 7aa703d; docs/fedcka.md).
+AMD EPYC, 1 core, commit 67b18e9; docs/reproduce.md). FedCKA's Table 1, CIFAR-10, 20 of 100 rounds,
+learning rate 0.01, mu 0.001, JPEG images: 63.99 beside FedAvg's 63.83 (n=1, AMD EPYC, 1 core,
+commit 7aa703d; docs/fedcka.md).
 
 FedAlign paper, Table 5, row FedProx: 53.1 +- 0.3. Not measured here yet.
     python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\

@@ -58,7 +58,8 @@ def code_labels(group, groups):
     It is a function's name, with its digest where names are the same.
     """
     if group.code is None:
-        return ["(code not recorded)"] if any(other.code for other in groups) else []
+        recorded = any(other.code for other in groups if other.script == group.script)
+        return ["(code not recorded)"] if recorded else []
     labels = []
     for part, texts in differing_code(group, groups).items():
         names = {text.split(" ")[0] for text in texts}

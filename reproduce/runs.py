@@ -303,14 +303,15 @@ def group_runs(records, warn):
 
 
 def differing_code(group, groups):
-    """Return {part: texts} of the code that differs between groups of a script.
+    """Return {part: texts} of the code that differs between those of groups of group's script.
 
     A part that some lack has "none" among its texts where group's flags are theirs: rFedAvg+ has
     an exchange that rFedAvg has not, and its flag says so.
     """
     flags = decisive_flags(group.flags)
-    codes = [other.code for other in groups if other.code]
-    alike = [g.code for g in groups if g.code and decisive_flags(g.flags) == flags]
+    coded = [other for other in groups if other.code and other.script == group.script]
+    codes = [other.code for other in coded]
+    alike = [other.code for other in coded if decisive_flags(other.flags) == flags]
     differing = {}
     for part in sorted(set().union(*codes)):
         texts = {code[part] for code in codes if part in code}

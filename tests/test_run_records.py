@@ -23,6 +23,7 @@ import fedavg
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
 from reproduce.plot import Picture, lines_over
+from reproduce.rows import code_labels
 from reproduce.runs import (
     Group,
     baseline,
@@ -232,6 +233,18 @@ def test_a_part_that_a_flag_brings_is_told_by_the_flag(tmp_path, capsys):
     _, out, err = run_compare(capsys, *folders[:2])
     assert "after_round=synchronise #55555555" in out
     assert "after_round=synchronise #66666666" in out and "so they are 2 methods" in err
+
+
+def test_other_scripts_have_other_code(tmp_path):
+    """Which tells nothing where a picture's line is of two scripts, of which one recorded none."""
+    folders = [make_run(tmp_path / "0"), make_run(tmp_path / "1", PLAIN.replace("avg", "prox"))]
+    for folder, code in zip(folders, (AVERAGE, MEDIAN)):
+        set_config(folder, code=code)
+    groups = make_groups(*folders)
+    assert [code_labels(group, groups) for group in groups] == [[], []]
+    set_config(folders[1], code=None)
+    groups = make_groups(*folders)
+    assert [code_labels(group, groups) for group in groups] == [[], []]
 
 
 @pytest.mark.parametrize("code", [3, [1], {"local_update": 1}])
