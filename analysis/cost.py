@@ -53,6 +53,7 @@ from torch.utils.module_tracker import ModuleTracker
 from tqdm import tqdm
 
 import common
+import engine
 from analysis import runs
 
 # channels, pixels, classes
@@ -155,7 +156,7 @@ def keep_probabilities(net):
     return {m.branch: m.keep for m in net.modules() if getattr(m, "keep", 0)}
 
 
-class CountingWorker(common.Worker):
+class CountingWorker(engine.Worker):
     """A worker that runs one step of each shape, counted, in place of all steps of all clients.
 
     That is enough, since steps take no decision that differs between clients or rounds.
@@ -206,7 +207,7 @@ class Trial(NamedTuple):
 
     call: runs.MethodCall
     net: nn.Module
-    worker: common.Worker
+    worker: engine.Worker
     parts: list
 
 
@@ -228,10 +229,10 @@ def images(args, samples):
     return common.Data(x, y, x[:1], torch.zeros(1, dtype=torch.long), classes)
 
 
-def prepare(call, samples, clients, worker_type=common.Worker):
+def prepare(call, samples, clients, worker_type=engine.Worker):
     """Return the Trial of a MethodCall on so many clients of that many synthetic samples each."""
     args = call.args
-    device = common.set_up_device(args)
+    device = engine.set_up_device(args)
     data = images(args, samples * clients).to(device)
     net = common.prepare_net(data, args, call.method.adapt)
     steps = len(common.batch_sizes(samples, args, False))
@@ -259,7 +260,7 @@ def rounds(trial, count):
     A dict of the seconds of the whole round, bytes down and up, and numbers kept for the next.
     """
     worker = trial.worker
-    pool = common.Pool(lambda: worker, worker.device, 1, common.CORES)
+    pool = engine.Pool(lambda: worker, worker.device, 1, common.CORES)
     server = {"round": 0}
     states = {}
     for t in range(1, count + 1):

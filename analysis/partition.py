@@ -10,6 +10,7 @@ import io
 import pathlib
 
 import common
+import run_folder
 from extras import partitions
 from common import UserError
 
@@ -110,7 +111,7 @@ def plot_labels(counts, path, names=None):
     figure.colorbar(image, label="training samples")
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:], dpi=150)
-    common.write_atomically(path, picture.getvalue())
+    run_folder.write_atomically(path, picture.getvalue())
 
 
 def label_all(axis, names, size):

@@ -20,6 +20,8 @@ import torch.nn as nn
 from tqdm import tqdm
 
 import common
+import engine
+import run_folder
 
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 FONTS = {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}  # type that journals accept
@@ -132,7 +134,7 @@ class FinishedRun:
 
     def best_net(self):
         """Return the network of the round with the best test accuracy."""
-        return self.load_net(self.path / "best.pt", round=common.best_row(self.rows)["round"])
+        return self.load_net(self.path / "best.pt", round=run_folder.best_row(self.rows)["round"])
 
     def load_net(self, path, **stamp):
         """Return a copy of the network with the weights of a file; stamp: what they must be of.
@@ -141,7 +143,7 @@ class FinishedRun:
         finite.
         """
         net = common.copy_net(self.net)
-        weights = common.load(path, "model")
+        weights = run_folder.load(path, "model")
         try:
             net.load_state_dict(weights)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -151,7 +153,7 @@ class FinishedRun:
                 f"{path}: not the weights of this run's network, {self.args.model} with "
                 f"{self.data.classes} classes ({reason[:200]}{ellipsis})"
             ) from None
-        common.check_stamp(weights, path, {"run": self.run, **stamp} if self.run else {})
+        run_folder.check_stamp(weights, path, {"run": self.run, **stamp} if self.run else {})
         if not all(v.isfinite().all() for v in net.state_dict().values() if v.is_floating_point()):
             raise common.UserError(f"{path}: holds NaN or infinity")
         return net
@@ -165,7 +167,7 @@ def open_run(path, device="auto", data_dir=None):
     no finished run, or holds files that are not its own, and for data that are not the run's.
     """
     path = pathlib.Path(path)
-    config = common.read_config(path, "")
+    config = run_folder.read_config(path, "")
     flags, rows = config["flags"], read_rows(path, config)
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
@@ -176,11 +178,11 @@ def open_run(path, device="auto", data_dir=None):
         call = method_call(config["script"], words)
     except common.UserError as error:
         raise common.UserError(f"{path / 'config.json'}: {error}") from None
-    torch_device = common.set_up_device(call.args)
+    torch_device = engine.set_up_device(call.args)
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
     tests = common.client_tests(data, parts, call.args)
-    common.check_data(config, path, common.data_digests(data, parts + (tests or [])))
+    run_folder.check_data(config, path, run_folder.data_digests(data, parts + (tests or [])))
     data = data.to(torch_device)
     call.args.init = None  # its weights are model.pt's
     net = common.prepare_net(data, call.args, call.method.adapt)
@@ -201,7 +203,7 @@ def read_rows(path, config):
     metrics = path / "metrics.jsonl"
     try:
         lines = metrics.read_bytes().splitlines() if metrics.is_file() else ()
-        rows = list(common.read_rows(lines, config))
+        rows = list(run_folder.read_rows(lines, config))
         if not rows or rows[-1]["test_acc"] is None:
             raise ValueError("the last round is not there")
     except (OSError, ValueError):
@@ -238,7 +240,7 @@ def is_stale(path, name, rows):
     Those of older versions do not say of which they are, or say the round alone.
     """
     try:
-        result = common.parse_json((path / f"{name}.json").read_text())
+        result = run_folder.parse_json((path / f"{name}.json").read_text())
         return any(result.get(key, value) != value for key, value in mark_of(rows).items())
     except (OSError, ValueError, AttributeError, IndexError):
         return False
@@ -260,7 +262,7 @@ def check_new(path, name, picture_keys=()):
     path = pathlib.Path(path)
     unfinished = path / f"{name}.unfinished"
     if (path / f"{name}.json").exists():
-        config = common.read_config(path, "")
+        config = run_folder.read_config(path, "")
         if is_stale(path, name, read_rows(path, config)):
             return
         unfinished.unlink(missing_ok=True)  # killed behind the last write
@@ -313,7 +315,7 @@ def _draw(path, name, pictures):
 
 
 def _write(path, content):
-    common.write_atomically(path, content)
+    run_folder.write_atomically(path, content)
     tqdm.write(f"wrote {path}")
 
 

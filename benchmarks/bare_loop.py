@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import engine  # noqa: E402
+import run_folder  # noqa: E402
 import fedavg  # noqa: E402
 
 TEST_IMAGES = 100
@@ -105,9 +107,9 @@ def summarise(args, name, figures, **more):
     result = {
         "model": args.model,
         "batch_size": args.batch_size,
-        "machine": common.hardware(args.device),
+        "machine": run_folder.hardware(args.device),
         "torch": torch.__version__,
-        "commit": common.commit(),
+        "commit": run_folder.commit(),
         **more,
         name: baseline,
         "fedavg": fast,
@@ -147,7 +149,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     data = random_images(args)
     figures = []
-    common.keep_freed_memory()  # which a run does too: both loops gain by it
+    engine.keep_freed_memory()  # which a run does too: both loops gain by it
     print("   bare loop  fedavg.py   samples/s")
     for _ in range(args.repeats):
         fast, samples = federated(args, data)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import engine  # noqa: E402
 import bare_loop  # noqa: E402
 
 # flags of fedavg.py that the conventional loop does not implement
@@ -156,7 +157,7 @@ def main(argv=None):
     args = parse_flags(argv)
     data = bare_loop.random_images(args)
     figures, fastest = [], []
-    common.keep_freed_memory()  # which a run does too: both loops gain by it
+    engine.keep_freed_memory()  # which a run does too: both loops gain by it
     print("conventional  fedavg.py   samples/s")
     for _ in range(args.repeats):
         speeds = {loaders: conventional(args, data, loaders) for loaders in args.loaders}

@@ -43,6 +43,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common  # noqa: E402
+import engine  # noqa: E402
+import run_folder  # noqa: E402
+import extras.glyphs  # noqa: E402
 from analysis import cost, runs  # noqa: E402
 
 GLYPHS = "--dataset glyphs --clients 4 --rounds 2 --epochs 2 --batch-size 32 --quiet".split()
@@ -165,10 +168,10 @@ def machine(words, device):
     copy = seconds(lambda: y.copy_(x), device, 20)
     product = seconds(lambda: a @ a, device, 20)
     return {
-        "device": common.hardware(device),
+        "device": run_folder.hardware(device),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "commit": common.commit(),
+        "commit": run_folder.commit(),
         "copy TB/s": 8 * size / copy / 1e12,
         "fp32 TFLOP/s": 2 * len(a) ** 3 / product / 1e12,
     }
@@ -193,14 +196,14 @@ def seconds(f, device, repeats):
 
 def correct(words, device):
     """Weights of a script's small run on glyphs, by graphs, streams and neither."""
-    common.GLYPHS = (600, 200)
+    extras.glyphs.GLYPHS = (600, 200)
     script, *flags = words
     return compare(script, [*GLYPHS, "--device", device, "--lr-decay", "0.9", *flags])
 
 
 def conduct(words, device):
     """What runs do beside training: one of text, resume, later, bf16."""
-    common.GLYPHS = (600, 200)
+    extras.glyphs.GLYPHS = (600, 200)
     kind, *flags = words
     glyphs = [*GLYPHS, "--device", device]
     if kind == "text":
@@ -229,13 +232,13 @@ def memory(words, device):
     """GiB that evaluation reserves, beside the network and the images."""
     model, size, images = words[0], int(words[1]), int(words[2])
     args = common.flags("", "gpu").parse_args(["--device", device])
-    common.set_up_device(args)
+    engine.set_up_device(args)
     x, y = torch.zeros(images, 3, size, size, dtype=torch.uint8), torch.zeros(images).long()
     data = common.Data(x, y, x, y, 100).to(device)
     net = common.build_net(model, 100, 3, size).to(device, memory_format=torch.channels_last)
-    before = common.peak_memory(torch.device(device))
+    before = engine.peak_memory(torch.device(device))
     took = seconds(lambda: common.evaluate(net, data, args), device, 1)
-    peak = common.peak_memory(torch.device(device))
+    peak = engine.peak_memory(torch.device(device))
     return {"GiB": (peak - before) / 2**30, "images/s": images / took}
 
 
@@ -273,7 +276,7 @@ def seats(words, device, steps, short=False):
 
     def seated(count):
         while len(workers) < count:
-            worker = common.Worker(trial.net, trial.worker.data, call.args, steps)
+            worker = engine.Worker(trial.net, trial.worker.data, call.args, steps)
             workers.append(worker)
         clients = [common.Client(k, part, {}, 1 / 8) for k, part in enumerate(trial.parts)]
         rounds = [
@@ -540,7 +543,11 @@ def main(argv=None):
                 table.append(row)
     print(
         json.dumps(
-            {"device": common.hardware(args.device), "commit": common.commit(), "table": table}
+            {
+                "device": run_folder.hardware(args.device),
+                "commit": run_folder.commit(),
+                "table": table,
+            }
         )
     )
     return int(not table or not all(row["ok"] for row in table))

@@ -33,6 +33,8 @@ import torch.nn as nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import engine  # noqa: E402
+import run_folder  # noqa: E402
 
 SAMPLED, SAMPLES, FEATURES = 50, 4, 256  # clients a round, images a client, width of features
 FLAGS = "--partition iid --local-steps 1 --batch-size 4 --eval-every 1000000 --device cpu --quiet"
@@ -87,7 +89,7 @@ def run(script, clients, flags):
     """Run a script in this process, whose functions it changes.
 
     Returns the rows of metrics.jsonl, the seconds of the start, and those of each checkpoint."""
-    begin, checkpoints = timed(common, "begin"), timed(common.RunFolder, "checkpoint")
+    begin, checkpoints = timed(engine, "begin"), timed(run_folder.RunFolder, "checkpoint")
     torch.manual_seed(0)
     call = functools.partial(common.run, data=small_data(clients), net=small_net())
     sample = str(min(1.0, SAMPLED / clients))
@@ -141,12 +143,12 @@ def full_table(clients):
     filled = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "table.pt")
-        common.save({"deltas": table}, path)
+        run_folder.save({"deltas": table}, path)
         written = time.perf_counter()
-        common.load(path)
+        run_folder.load(path)
         read = time.perf_counter()
         size = path.stat().st_size
-    peak = common.peak_memory(torch.device("cpu"))
+    peak = engine.peak_memory(torch.device("cpu"))
     return {
         "clients": clients,
         "fill": filled - start,
@@ -197,8 +199,8 @@ def main(argv=None):
     full = [in_process(full_table, n) for n in args.populations] if args.table else []
     for row in full:
         print("full table: " + ", ".join(f"{k} {v:,.6g}" for k, v in row.items()))
-    about = {"machine": common.hardware("cpu"), "torch": torch.__version__}
-    about |= {"commit": common.commit(), "rounds": args.rounds, "flags": flags}
+    about = {"machine": run_folder.hardware("cpu"), "torch": torch.__version__}
+    about |= {"commit": run_folder.commit(), "rounds": args.rounds, "flags": flags}
     print(json.dumps({**about, "table": table, "full_table": full}))
 
 

@@ -212,7 +212,13 @@ def imported(names):
 def is_own(module, file=None):
     """Return whether a module, by its name, is not common.py, extras/, Python's or installed."""
     root = str(module).partition(".")[0]
-    if module is None or root in {"common", "extras", *sys.stdlib_module_names}:
+    if module is None or root in {
+        "common",
+        "engine",
+        "run_folder",
+        "extras",
+        *sys.stdlib_module_names,
+    }:
         return False
     file = file or getattr(sys.modules.get(module), "__file__", None) or ""
     installed = {"site-packages", "dist-packages"} & set(pathlib.Path(file).parts)

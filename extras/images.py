@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from common import NATURAL, Data, UserError, file_status, load as load_file, save
+from common import NATURAL, Data, UserError, file_status
+from run_folder import load as load_file, save
 
 CACHE = ".cache-" + "[0-9a-f]" * 16  # the names of caches
 

@@ -1,19 +1,16 @@
-"""Networks from elsewhere: a module cut into blocks, saved weights, a trial before training."""
+"""Networks from elsewhere: a module cut into blocks, saved weights."""
 
-import copy
-import dataclasses
 import hashlib
 import pathlib
 import sys
 from collections import OrderedDict
 
-import numpy as np
 import torch
 import torch.fx
 import torch.nn as nn
-import torch.nn.functional as F
 
 import common
+import run_folder
 from common import UserError
 
 CUT = "common.blocks(module, names) cuts a module into them"
@@ -141,7 +138,7 @@ def load_init(net, args):
     if _resumes(args):
         return
     path = args.init
-    weights, own = common.load(path, "state_dict"), net.state_dict()
+    weights, own = run_folder.load(path, "state_dict"), net.state_dict()
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError(f"--init {path}: not a state_dict, {{name: tensor}}")
     last = f"{next(reversed(net._modules))}."
@@ -168,103 +165,3 @@ def file_digest(path):
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-# --- a trial before training
-
-
-def tried(make_net, method):
-    """Return make_net, a partial prepare_net of run(), which first tries the method: rehearse()."""
-
-    def make(data):
-        rehearse(method, data, make_net.keywords["args"], make_net.keywords["net"])
-        return make_net(data)
-
-    return make
-
-
-def rehearse(method, data, args, net):
-    """Raise UserError where a method cannot train net (None: the one that args name) on data.
-
-    Mistakes in the method's own code, such as a name that is not defined, are raised as they are.
-    One step on a few samples, on the CPU, on copies: torch's random numbers are as before."""
-    if data.paths:  # whose images are not here
-        return
-    count = min(4, len(data.y))
-    tensors = {k: getattr(data, k)[:4].cpu() for k in ("x", "y", "x_test", "y_test")}
-    statistics = {k: v.cpu() for k in ("mean", "std") if (v := getattr(data, k)) is not None}
-    writers = {k: v[:4] for k in ("writers", "writers_test") if (v := getattr(data, k)) is not None}
-    few = dataclasses.replace(data, **tensors, **statistics, **writers)
-    args = copy.copy(args)
-    args.quiet, args.capture = True, False
-    args.device, args.batch_size, args.drop_last = "cpu", count, False
-    args.local_steps, args.persist_opt, args.deterministic = 1, False, False
-    with torch.random.fork_rng([]):
-        net = common.prepare_net(few, args, None, net)
-        _check_outputs(net, few)
-        lacks = _lacks(net)
-        _watch(net)
-        try:
-            if method.adapt:
-                method.adapt(net, args)
-            worker = common.Worker(net, few, args, 1)
-            client = common.Client(0, np.arange(count), {}, 1.0)
-            server = {"round": 1, "clients": [0]}
-            for _ in worker.train(client, server, net.state_dict(), method.local_update):
-                pass
-        except UserError:
-            raise
-        except (RuntimeError, IndexError, ValueError, AttributeError) as e:  # as of shapes
-            parts = {f"'{type(module).__name__}'" for module in net.modules()}
-            own = isinstance(e, AttributeError) and str(e).split(" ")[0] not in parts
-            if own or "allocate memory" in str(e):
-                raise
-            why = str(e).splitlines()[0] if str(e) else type(e).__name__
-            has_not = f"; the network has no {', no '.join(lacks)}" if lacks else ""
-            raise UserError(f"net: {args.script}.py cannot train it: {why}{has_not}") from e
-
-
-def _check_outputs(net, data):
-    """Raise UserError unless net gives each sample as many numbers as there are classes."""
-    x = common.channels_last(data.normalise(data.x_test))
-    try:
-        with torch.no_grad():
-            out = net(x)
-            F.cross_entropy(out, data.y_test)
-    except Exception as e:  # of the caller's own forward
-        why = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise UserError(f"net: fails on x of shape {tuple(x.shape)}, {x.dtype}: {why}") from e
-    wanted = len(x), data.classes
-    if tuple(out.shape) != wanted:
-        raise UserError(f"net: gives {tuple(out.shape)} for {wanted[0]} samples, not {wanted}")
-
-
-def _lacks(net):
-    """Return what methods may miss in net, a list of words."""
-    convolution = any(isinstance(m, nn.Conv2d) for m in net.modules())
-    linear = isinstance(net, nn.Sequential) and isinstance(net[-1], nn.Linear)
-    found = {"blocks": isinstance(net, nn.Sequential), "convolution": convolution}
-    return [name for name, there in (found | {"linear last block": linear}).items() if not there]
-
-
-def _watch(net):
-    """Let net raise UserError where a method takes blocks or features that it has not."""
-    kind = type(net)
-
-    def no_blocks(net, *_):
-        raise UserError(f"net: this method needs an nn.Sequential of blocks; {CUT}")
-
-    def no_features(*_):
-        raise UserError("net: this method needs a linear layer as the last block, on flat features")
-
-    def item(net, index):
-        part = kind.__getitem__(net, index)
-        if index == slice(None, -1) and not isinstance(kind.__getitem__(net, -1), nn.Linear):
-            part.forward = no_features
-        return part
-
-    if isinstance(net, nn.Sequential):
-        watched = {"__getitem__": item}
-    else:
-        watched = dict.fromkeys(("__getitem__", "__iter__", "__len__"), no_blocks)
-    net.__class__ = type(kind.__name__, (kind,), watched)

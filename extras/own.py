@@ -1,6 +1,5 @@
 """What comes from Python instead of a command line: flags by name, own data and networks."""
 
-import hashlib
 import operator
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 
 import common
 from common import UserError
-from extras.identity import Code
 
 
 def args_for(script, values):
@@ -38,42 +36,6 @@ def words(parser, values):
             listed = isinstance(value, (list, tuple))
             found.append(f"{flag}={','.join(map(str, value)) if listed else value}")
     return found
-
-
-def note(args, data, net):
-    """Note in args what data (a Data or None) and net (a module or None) are: own-DIGEST.
-
-    In place of --dataset and --model: another data set, or a network of other layers, other options
-    of them or another forward, is not resumed, and not compared as if it were the same. UserError
-    where a flag asks for what is done to data sets that are read."""
-    if data is not None:
-        if args.image_size:
-            raise UserError("argument --image-size: of data sets that are read, not of data=")
-        if args.normalise != "dataset":
-            raise UserError("argument --normalise: of data sets that are read; pass mean= and std=")
-        args.dataset = f"own-{data_digest(data)}"
-    if net is not None:
-        shapes = [(name, list(v.shape), str(v.dtype)) for name, v in net.state_dict().items()]
-        args.model = f"own-{Code().digest((net, shapes))}"
-
-
-def digest(parts):
-    """Return eight hexadecimal digits of the contents of buffers."""
-    found = hashlib.blake2b(digest_size=4)
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
-
-
-def data_digest(data):
-    """Return the digest of all that a Data holds."""
-    parts = []
-    for name, value in sorted(vars(data).items()):
-        array = value.cpu().numpy() if torch.is_tensor(value) else value
-        known = isinstance(array, np.ndarray)
-        shape = (array.shape, str(array.dtype)) if known else repr(array)
-        parts += [repr((name, shape)).encode(), np.ascontiguousarray(array).data if known else b""]
-    return digest(parts)
 
 
 def of(train, test):

@@ -26,7 +26,10 @@ def split(data, args):
     if args.partition == "file":
         return file_partition(args.split_file, len(data.y), args.clients, args.partial_split)
     if data.writers is None:
-        raise UserError(common.no_writers(args))
+        raise UserError(
+            f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
+            "sample; femnist, sent140, glyphs and a folder of train/CLIENT/CLASS/* do"
+        )
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
     return deal(data.writers, args.clients, args.data_seed, args.users)
 
@@ -306,7 +309,7 @@ def label_counts(data, parts):
 def client_readings(fed, hits):
     """Return the readings of --client-test: of the global network, and of the clients' own.
 
-    fed: a common.Federation; hits: (test samples,) which the global network has right."""
+    fed: a engine.Federation; hits: (test samples,) which the global network has right."""
     found = client_summary(hits.numpy(), fed.tests)
     if any("personal" in fed.folder.states.read(client) for client in fed.server["clients"]):
         found |= client_summary(personal_hits(fed, hits).numpy(), fed.tests, "personal_acc")

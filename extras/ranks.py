@@ -34,6 +34,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import common
+import run_folder
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -43,6 +44,7 @@ RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 PATIENCE = datetime.timedelta(days=30)  # a client may take long; who has died is found otherwise
 ALIGN = 64  # bytes; products of matrices may depend on where they begin
 END = object()
+OURS = "common.py", "engine.py", "run_folder.py"
 FREE = {"workers", "quiet", "data_dir"}  # flags in which ranks may differ, and a GPU's index
 
 
@@ -91,7 +93,7 @@ def versions():
     """Return what a rank runs beside the method's own functions, {what: version}."""
     root = pathlib.Path(common.__file__).parent
     crc = 0
-    for path in [root / "common.py", *sorted(root.glob("extras/*.py"))]:
+    for path in [*map(root.joinpath, OURS), *sorted(root.glob("extras/*.py"))]:
         crc = zlib.crc32(path.read_bytes(), crc)
     ours = f"{crc:08x}"
     return {"torch": torch.__version__, "numpy": np.__version__, "common.py and extras/": ours}
@@ -114,7 +116,7 @@ def check_alike(own):
 def began_here(out):
     """Return whether an earlier attempt of this torchrun began the run in the folder out."""
     try:
-        return common.read_config(pathlib.Path(out)).get("torchrun") == STARTER
+        return run_folder.read_config(pathlib.Path(out)).get("torchrun") == STARTER
     except common.UserError:
         return False
 
@@ -211,7 +213,7 @@ def connected():
 
 
 class Ranks:
-    """What common.OneProcess is for one process."""
+    """What engine.OneProcess is for one process."""
 
     joined = None
 
@@ -347,7 +349,7 @@ def broadcast(tree, owner, wait=finish):
     """Return the owner's tree, of tensors and plain values, on the CPU; for what is small.
 
     wait(work): waits until it comes."""
-    content = common.packed(tree).getvalue() if owner == RANK else b""
+    content = run_folder.packed(tree).getvalue() if owner == RANK else b""
     size = torch.tensor([len(content)])
     send(size, owner, wait)
     buffer = torch.empty(int(size), dtype=torch.uint8)
@@ -428,7 +430,7 @@ def views(layouts, device):
 # --- the run folder
 
 
-class Folder(common.RunFolder):
+class Folder(run_folder.RunFolder):
     """The folder of a run, which rank 0 writes and all read; states are written by all."""
 
     def __init__(self, args, code):
@@ -451,9 +453,10 @@ class Folder(common.RunFolder):
         found = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "none"
         check_alike({f"config.json in --out {self.out}": found})
 
-    def know_data(self, digests):
+    def know_data(self, data, parts):
+        digests = run_folder.data_digests(data, parts)
         check_alike({f"{what} of the data": digest for what, digest in digests.items()})
-        super().know_data(digests)
+        super().know_data(data, parts)
 
     def compare_versions(self):
         if RANK == 0:
@@ -473,7 +476,7 @@ class Folder(common.RunFolder):
                 self.states.folder.rmdir()
                 (self.out / "config.json").unlink()
             raise
-        self.config = common.read_config(self.out)
+        self.config = run_folder.read_config(self.out)
 
     def write_config(self):
         if RANK == 0:

@@ -24,6 +24,7 @@ import shlex
 import typing
 
 import common
+import run_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def parsed_flags(command):
 
 def code_parts(command):
     """Return what config.json would keep of the code of a command line's functions."""
-    return common.code_of(parsed(command)[1]).parts
+    return run_folder.code_of(parsed(command)[1]).parts
 
 
 def parsed(command):

@@ -42,6 +42,7 @@ import pathlib
 import sys
 
 import common
+import run_folder
 from analysis.runs import is_stale
 from reproduce import plot
 from reproduce.figures import Mean, means, own_figures, show_figure
@@ -283,7 +284,7 @@ def write_csv(path, lines):
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    common.write_atomically(path, text.getvalue().encode())
+    run_folder.write_atomically(path, text.getvalue().encode())
 
 
 def draw(groups, names, args):
@@ -320,7 +321,7 @@ def replace_section(path, make):
     if not damaged:
         mode = path.stat().st_mode
         page = f"{before}{begin}\n{text.getvalue()}\n{end}{after}"
-        common.write_atomically(path.resolve(), page.encode())
+        run_folder.write_atomically(path.resolve(), page.encode())
         path.chmod(mode)
     return damaged
 

@@ -9,6 +9,7 @@ import pathlib
 import typing
 
 import common
+import run_folder
 from reproduce.figures import curve, is_number, means
 from reproduce.rows import Row, code_labels, differing_flags, table_rows
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, hardware_of
@@ -111,7 +112,7 @@ class Picture:
             buffer = io.BytesIO()
             figure.savefig(buffer, format=file_kind(path), dpi=300)
             plt.close(figure)
-        common.write_atomically(path, buffer.getvalue())
+        run_folder.write_atomically(path, buffer.getvalue())
 
 
 def check_quantities(names, runs):

@@ -8,6 +8,7 @@ import pathlib
 import types
 
 import common
+import run_folder
 
 # Flags that may differ among the runs of a row: they do not decide the result, or only to rounding.
 MACHINE_FLAGS = common.FREE_ON_RESUME - {"rounds"} | {
@@ -149,7 +150,7 @@ def read_settings(path):
         if not file.is_file():
             hint = f"; did you mean {path}/*?" if any(path.glob("*/config.json")) else ""
             raise common.UserError(f"{path}: no run, since it has no config.json{hint}")
-        config = common.parse_config(file.read_text())
+        config = run_folder.parse_config(file.read_text())
         valid = is_config(config)
     except common.UserError:
         raise
@@ -200,7 +201,7 @@ def read_rows(path, config):
         raise common.UserError(f"{file}: cannot be read ({e.strerror})") from None
     rows = []
     try:
-        for row in common.read_rows(lines, config):
+        for row in run_folder.read_rows(lines, config):
             rows.append(row)
     except ValueError:
         number = len(rows) + 1

@@ -10,9 +10,10 @@ from PIL import Image
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import common  # noqa: E402
+import extras.glyphs  # noqa: E402
 import fedavg  # noqa: E402
 
-GLYPHS = common.GLYPHS  # before the tests shrink them
+GLYPHS = extras.glyphs.GLYPHS  # before the tests shrink them
 TINY = [
     *"--dataset glyphs --model cnn --clients 4 --rounds 2 --epochs 1 --batch-size 32".split(),
     *"--quiet --device cpu".split(),
@@ -28,7 +29,7 @@ def small_glyphs(monkeypatch):
     """Draw 600 + 200 images wherever a test says --dataset glyphs, on one thread.
 
     Two threads fight over small tensors."""
-    monkeypatch.setattr(common, "GLYPHS", (600, 200))
+    monkeypatch.setattr(extras.glyphs, "GLYPHS", (600, 200))
     torch.set_num_threads(1)
 
 
@@ -49,7 +50,7 @@ def flags(*argv):
 
 def parts_of(args):
     """Return the training indices of each client of a small run."""
-    return common.partition(common.glyphs(), args)
+    return common.partition(extras.glyphs.glyphs(), args)
 
 
 def from_shell(script, argv):
@@ -114,7 +115,7 @@ def original_run(tmp_path_factory):
     """The folder of a run with client models on 600 glyphs, not to be changed."""
     out = tmp_path_factory.mktemp("runs") / "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "GLYPHS", (600, 200))
+        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
         torch.set_num_threads(1)
         fedavg.main([*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--out", str(out)])
     return out

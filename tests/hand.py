@@ -11,6 +11,8 @@ from conftest import TINY, args_of
 from methods import SCRIPTS, needed
 
 import common
+import engine
+import extras.glyphs
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -90,7 +92,7 @@ def begin(name, argv=(), net=None, state=None, server=None):
     plain = ["--momentum", "0", "--weight-decay", "0", "--lr", "0.1"]
     args = args_of(script, *TINY, *needed(name, ["--model"]), *plain, *argv)
     net = net or two_networks(projection=args.projection or 0)
-    worker = common.Worker(net.double(), common.glyphs(), args, 40)
+    worker = engine.Worker(net.double(), extras.glyphs.glyphs(), args, 40)
     batches = worker.batches
     worker.batches = lambda client: ((x.double(), y) for x, y in batches(client))
     client = common.Client(0, np.arange(8), dict(state or {}))

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import common
+import run_folder
 from reproduce import __main__ as reproduce_command
 from reproduce import compare
 from reproduce.cells import all_cells, parsed_flags
@@ -48,7 +49,7 @@ def make_run(folder, command=PLAIN, seed=0, accuracies=(10, 20, 30, 40), **more)
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
         evaluated += [] if accuracy is None else [accuracy]
-        rows.append({**make_row(number, accuracy), **common.summary(evaluated), **more})
+        rows.append({**make_row(number, accuracy), **run_folder.summary(evaluated), **more})
     write_rows(folder, rows)
     (folder / "checkpoint.pt").touch()
     if len(rows) >= flags["rounds"]:

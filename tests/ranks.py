@@ -29,12 +29,15 @@ from methods import ROOT, SHORT, VARIANTS, needed  # noqa: E402
 from runs import equal, rounds_in, rows_of  # noqa: E402
 
 import common  # noqa: E402
+import run_folder  # noqa: E402
+import extras.glyphs  # noqa: E402
 
 # runs each line of standard input or of the file named, SCRIPT FLAGS, on the small glyphs
 DRIVER = """
 import importlib, sys
 import common
-common.GLYPHS = (600, 200)
+import extras.glyphs
+extras.glyphs.GLYPHS = (600, 200)
 for line in open(sys.argv[1]).read().splitlines():
     name, *_ = sys.argv = line.split()
     importlib.import_module(name).main()
@@ -64,7 +67,7 @@ def run_ranks(lines, ranks, folder, **options):
 
 def run_here(lines):
     """Run lines in this process."""
-    common.GLYPHS = (600, 200)
+    extras.glyphs.GLYPHS = (600, 200)
     for line in lines:
         name, *argv = line.split()
         __import__(name).main(argv)
@@ -72,12 +75,14 @@ def run_here(lines):
 
 def contents(out):
     """Return all that a run leaves, without what may differ: seconds, and flags of the machine."""
-    checkpoint = common.load(out / "checkpoint.pt")
+    checkpoint = run_folder.load(out / "checkpoint.pt")
     found = {"rows": rows_of(out), "net": checkpoint["net"], "server": checkpoint["server"]}
-    found["states"] = {path.name: common.load(path) for path in sorted((out / "states").iterdir())}
-    found["clients"] = {path.name: common.load(path) for path in sorted(out.glob("clients/*"))}
+    found["states"] = {
+        path.name: run_folder.load(path) for path in sorted((out / "states").iterdir())
+    }
+    found["clients"] = {path.name: run_folder.load(path) for path in sorted(out.glob("clients/*"))}
     found["versions"] = sorted((k, t) for k, t, _ in checkpoint["clients"].tolist())
-    return found | {name: common.load(out / name) for name in ("model.pt", "best.pt")}
+    return found | {name: run_folder.load(out / name) for name in ("model.pt", "best.pt")}
 
 
 def assert_equal(a, b):

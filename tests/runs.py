@@ -10,14 +10,14 @@ import torch
 from conftest import same
 from methods import ROOT
 
-import common
+import run_folder
 
 VARIES = ("seconds", "samples_per_s", "peak_memory", "crc32")
 
 
 def rows_of(out):
     """Return the rows of metrics.jsonl, checked, without what varies between runs."""
-    rows = common.read_rows((out / "metrics.jsonl").read_bytes().splitlines(), config_of(out))
+    rows = run_folder.read_rows((out / "metrics.jsonl").read_bytes().splitlines(), config_of(out))
     return [{k: v for k, v in row.items() if k not in VARIES} for row in rows]
 
 
@@ -54,12 +54,12 @@ def equal(a, b):
 def assert_equal_runs(a, b):
     assert rows_of(a) == rows_of(b)
     for name in ("model.pt", "best.pt"):
-        assert same(common.load(a / name), common.load(b / name)), name
+        assert same(run_folder.load(a / name), run_folder.load(b / name)), name
 
 
 def start(name, *argv, before="", **options):
     """Start a script in a process of its own, on the small glyphs; before: code that runs first."""
-    code = f"import common, sys; common.GLYPHS = (600, 200); {before}\n"
+    code = f"import common, extras.glyphs, sys; extras.glyphs.GLYPHS = (600, 200); {before}\n"
     code += f"import {name}; {name}.main()"
     command = [sys.executable, "-c", code, *argv]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -13,6 +13,8 @@ from methods import ROOT
 from test_docs import write_scripts
 
 import common
+import run_folder
+import extras.glyphs
 import fedavg
 import plain
 
@@ -56,7 +58,7 @@ def test_fednova_by_the_formula(tmp_path, fednova):
     words = [*TINY, "--partition", "file", "--split-file", str(tmp_path / "split.json")]
     words += ["--rounds", "1", "--save-clients", "--momentum", "0.5", "--no-nesterov"]
     net, [row] = fednova.main([*words, "--out", str(tmp_path / "run")])
-    args, data = flags(*words), common.glyphs()
+    args, data = flags(*words), extras.glyphs.glyphs()
     parts = common.partition(data, args)
     steps = [-(-len(part) // 32) for part in parts]
     assert steps == [1, 4, 7, 9]
@@ -66,7 +68,7 @@ def test_fednova_by_the_formula(tmp_path, fednova):
     total = sum(alpha * a_k for alpha, a_k in zip(shares, a))
     expected = {name: value.clone() for name, value in w.items()}
     for k, (alpha, a_k) in enumerate(zip(shares, a)):
-        w_k = common.load(tmp_path / "run" / "clients" / f"{k}.pt")
+        w_k = run_folder.load(tmp_path / "run" / "clients" / f"{k}.pt")
         for name in expected:
             expected[name] += total * alpha / a_k * (w_k[name].double() - w[name])
     for name, value in net.state_dict().items():
@@ -76,7 +78,7 @@ def test_fednova_by_the_formula(tmp_path, fednova):
 
 def test_a_client_without_a_step_weighs_none(fednova):
     """In a loop that gives it a share: a_k = 0, and no drift."""
-    args, data = flags("--drop-last"), common.glyphs()
+    args, data = flags("--drop-last"), extras.glyphs.glyphs()
     client = common.Client(0, torch.arange(20).numpy(), weight=0.5)
     net = common.prepare_net(data, args)
     worker = plain.Worker(net, data, args, client, {"round": 1})

@@ -13,6 +13,8 @@ from runs import without_checksums
 from tqdm import tqdm
 
 import common
+import run_folder
+import extras.glyphs
 import fedavg
 import hessian_eval
 import moon
@@ -43,7 +45,7 @@ def test_runs_as_a_module(name, monkeypatch, capsys):
     ],
 )
 def test_open_run_restores_the_network(tmp_path, monkeypatch, script, flags):
-    monkeypatch.setattr(common, "GLYPHS", (200, 20))
+    monkeypatch.setattr(extras.glyphs, "GLYPHS", (200, 20))
     out = tmp_path / "a"
     net, rows = script.main([*TINY, "--rounds", "1", *flags.split(), "--out", str(out)])
     opened = runs.open_run(out)
@@ -55,7 +57,7 @@ def test_open_run_restores_the_network(tmp_path, monkeypatch, script, flags):
 def test_runs_are_opened_in_full_precision(run):
     config = json.loads((run / "config.json").read_text())
     config["argv"] += ["--precision", "bf16"]
-    (run / "config.json").write_text(json.dumps(common.sealed(config)))
+    (run / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     assert runs.open_run(run).args.precision == "fp32"
 
 
@@ -199,14 +201,14 @@ def test_bad_client_models(run, original_run, capsys):
     path.unlink()
     for script in (hessian_eval, similarity, features):
         refused_amid_output(capsys, script, [run], "1.pt", "--save-clients")
-    common.save(other_weights(), path)
+    run_folder.save(other_weights(), path)
     refused_amid_output(capsys, hessian_eval, [run], "1.pt", "62 classes")
     refused_amid_output(capsys, features, [original_run, "--classes", "62"], "--classes", "62")
     refused_amid_output(capsys, features, [original_run, "--clients", "7"], "client 7", "0, 1, 2")
 
 
 def test_bad_global_model(run, capsys):
-    common.save(other_weights(), run / "model.pt")
+    run_folder.save(other_weights(), run / "model.pt")
     refused_amid_output(capsys, hessian_eval, [run], "model.pt", "62 classes")
     (run / "model.pt").unlink()
     refused_amid_output(capsys, hessian_eval, [run], str(run), "not finished", "--resume")
@@ -218,17 +220,17 @@ def test_bad_config(run, original_run, capsys):
     config["flags"]["dataset"] = "cifar10"
     path.write_text(json.dumps(config))
     refused_amid_output(capsys, hessian_eval, [original_run, run], "config.json is damaged")
-    path.write_text(json.dumps(common.sealed(config)))
+    path.write_text(json.dumps(run_folder.sealed(config)))
     refused_amid_output(capsys, hessian_eval, [original_run, run], "cifar10", "glyphs")
-    path.write_text(json.dumps(common.sealed({**config, "script": "../evil"})))
+    path.write_text(json.dumps(run_folder.sealed({**config, "script": "../evil"})))
     refused_amid_output(capsys, similarity, [run], "config.json", "no such script")
     path.write_text("{")
     refused_amid_output(capsys, hessian_eval, [run], "config.json", "damaged")
     for wrong in ({"model": 1.5}, {"dataset": None}):
         flags = config["flags"] | wrong
-        path.write_text(json.dumps(common.sealed({**config, "flags": flags})))
+        path.write_text(json.dumps(run_folder.sealed({**config, "flags": flags})))
         refused_amid_output(capsys, similarity, [run], "config.json is damaged")
-    path.write_text(json.dumps(common.sealed({**config, "stopped": "x"})))
+    path.write_text(json.dumps(run_folder.sealed({**config, "stopped": "x"})))
     refused_amid_output(capsys, similarity, [run], "config.json is damaged")
 
 
@@ -256,7 +258,7 @@ def test_files_of_another_round(run, tmp_path, capsys):
         (longer / name).write_bytes(latest)
     opened = runs.open_run(longer)
     opened.best_net()
-    best = common.best_row(opened.rows)["round"]
+    best = run_folder.best_row(opened.rows)["round"]
     other = first[longer / "model.pt"] if best == 2 else (longer / "model.pt").read_bytes()
     (longer / "best.pt").write_bytes(other)
     argv = [longer, "--authors", "--samples", "2"]
@@ -278,7 +280,7 @@ def test_a_run_that_is_to_go_on_is_not_analysed(run, capsys):
     """It was resumed with more rounds, and stopped before the first of them."""
     config = json.loads((run / "config.json").read_text())
     config["flags"]["rounds"] += 1
-    (run / "config.json").write_text(json.dumps(common.sealed(config)))
+    (run / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     refused_amid_output(capsys, similarity, [run], str(run), "has not finished", "--resume")
 
 
@@ -289,12 +291,12 @@ def test_files_of_another_run(run, tmp_path, capsys):
     fedavg.main([*argv, "--out", str(other)])
     path = moved(run, "clients/1.pt", other / "clients" / "1.pt")
     refused_amid_output(capsys, similarity, [run], path, "its run is")
-    common.save(dict(common.load(run / "model.pt")), run / "model.pt")
+    run_folder.save(dict(run_folder.load(run / "model.pt")), run / "model.pt")
     refused_amid_output(capsys, similarity, [run], "model.pt: not of this run")
 
 
 def test_files_of_before_there_were_stamps(run):
     """A run whose config.json names no run has files that name none."""
     without_checksums(run)
-    common.save(dict(common.load(run / "model.pt")), run / "model.pt")
+    run_folder.save(dict(run_folder.load(run / "model.pt")), run / "model.pt")
     assert runs.open_run(run).run is None

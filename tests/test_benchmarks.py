@@ -11,6 +11,8 @@ from conftest import TINY, refused
 from methods import ROOT, VARIANTS, needed
 
 import common
+import engine
+import run_folder
 import fedavg
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -61,7 +63,7 @@ def test_throughput_runs(capsys):
 
 def test_population_runs(monkeypatch, capsys):
     """Two populations, and their full tables, in this process for speed."""
-    for owner, name in ((common, "begin"), (common.RunFolder, "checkpoint")):
+    for owner, name in ((engine, "begin"), (run_folder.RunFolder, "checkpoint")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
     monkeypatch.setattr(population, "in_process", lambda f, *words: f(*words))
     flags = "--scripts rfedavg --populations 30,60 --rounds 3 --table --variant rfedavg"

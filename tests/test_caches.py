@@ -9,7 +9,7 @@ import torch
 from conftest import make_folder
 from support import make_femnist, make_imagenet
 
-import common
+import run_folder
 from extras import images, readers
 
 
@@ -27,9 +27,9 @@ def cache_of(root):
 
 def change(root, edit):
     """Write the cache of root anew, with its tensors changed by edit(tensors)."""
-    content = common.load(cache_of(root))
+    content = run_folder.load(cache_of(root))
     edit(content["tensors"])
-    common.save(content, cache_of(root))
+    run_folder.save(content, cache_of(root))
 
 
 WRONG = {
@@ -57,9 +57,9 @@ def test_the_cache_of_other_files_is_made_again(folder, tmp_path):
     expected = images.folder(folder).x
     other = make_folder(tmp_path / "other", classes=("cat", "dog"))
     images.folder(other)
-    content = common.load(cache_of(other))
+    content = run_folder.load(cache_of(other))
     content["tensors"]["images"].zero_()
-    common.save(content, cache_of(folder))
+    run_folder.save(content, cache_of(folder))
     assert torch.equal(images.folder(folder).x, expected)
 
 

@@ -8,8 +8,8 @@ from methods import ROOT
 PER_PROCESS = """
 import os, sys
 sys.path.insert(0, "tests")
-import chaos, common, numpy
-common.Worker.rng = lambda worker, name: numpy.random.default_rng(os.getpid())
+import chaos, engine, numpy
+engine.Worker.rng = lambda worker, name: numpy.random.default_rng(os.getpid())
 chaos.main("--minutes 9 --only kills --cases 4".split())
 """
 

@@ -4,12 +4,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from methods import METHODS, ROOT, needed
 
-STEPS = "--dataset glyphs --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
+STEPS = "--dataset mnist --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
 STEPS = [*STEPS.split(), "--partition", "iid", "--device", "cpu", "--quiet"]
-SMALL = "import common, sys; common.GLYPHS = (240, 40); import {0}; {0}.main()"
 LOOP = """
 import pathlib, sys
 import torch
@@ -19,9 +19,8 @@ for line in sys.stdin.read().splitlines():
     sys.path[0] = folder
     import common
     assert pathlib.Path(common.__file__).parent == pathlib.Path(folder)
-    common.GLYPHS = (240, 40)
     script = __import__(name)
-    net, rows = script.main([*argv, "--out", f"{folder}/run"])
+    net, rows = script.main(argv)
     assert len(rows) == 1
     strangers = [
         key for key, m in sys.modules.items()
@@ -31,6 +30,19 @@ for line in sys.stdin.read().splitlines():
     del sys.modules["common"], sys.modules[name]
     print(name)
 """
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """The words of a small command, on random images in MNIST's files."""
+    root, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    (root / "MNIST" / "raw").mkdir(parents=True)
+    for part, n in (("train", 240), ("t10k", 40)):
+        for name, magic, shape in (("images-idx3", 2051, (n, 28, 28)), ("labels-idx1", 2049, (n,))):
+            values = rng.integers(10 if len(shape) == 1 else 256, size=shape)
+            content = np.array([magic, *shape], ">i4").tobytes() + values.astype("u1").tobytes()
+            (root / "MNIST" / "raw" / f"{part}-{name}-ubyte").write_bytes(content)
+    return [*STEPS, "--data-dir", str(root)]
 
 
 def copied(folder, *names):
@@ -45,27 +57,31 @@ def run(folder, command, **options):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
 
 
-def test_every_script_trains_on_its_own(tmp_path):
+def test_every_script_trains_on_its_own(tmp_path, steps):
     """In one process, from a folder a script, and without any other file of the project."""
     lines = []
     for name in METHODS:
         folder = copied(tmp_path / name, "common.py", f"{name}.py")
-        lines.append(" ".join([str(folder), name, *STEPS, *needed(name)]))
+        lines.append(" ".join([str(folder), name, *steps, *needed(name)]))
     done = run(tmp_path, [sys.executable, "-c", LOOP], input="\n".join(lines))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(METHODS)
 
 
-def test_fedavg_from_the_shell(tmp_path):
+def test_fedavg_from_the_shell(tmp_path, steps):
+    """Nothing is written; with the engine and its run folder beside, there is a run."""
     folder = copied(tmp_path / "copy", "common.py", "fedavg.py")
-    done = run(folder, [sys.executable, "fedavg.py", *STEPS, "--out", "run"])
+    done = run(folder, [sys.executable, "fedavg.py", *steps])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    names = ["common.py", "fedavg.py"]
+    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
+    done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "run"])
+    assert done.returncode == 2 and "engine.py: needed by --out" in done.stderr
+    for name in ("engine.py", "run_folder.py"):
+        shutil.copy(ROOT / name, folder)
+    done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "run"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (folder / "run" / "model.pt").exists()
-    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == [
-        "common.py",
-        "fedavg.py",
-        "run",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +91,9 @@ def test_fedavg_from_the_shell(tmp_path):
         ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
     ],
 )
-def test_a_missing_file_is_one_line(tmp_path, name, argv, file):
+def test_a_missing_file_is_one_line(tmp_path, steps, name, argv, file):
     folder = copied(tmp_path / "copy", "common.py", f"{name}.py")
-    command = [sys.executable, "-c", SMALL.format(name), *STEPS, "--out", "run", *argv.split()]
+    command = [sys.executable, f"{name}.py", *steps, *argv.split()]
     done = run(folder, command)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr

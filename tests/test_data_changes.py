@@ -12,6 +12,7 @@ from runs import config_of
 from support import make_imagenet
 
 import common
+import run_folder
 import fedavg
 from analysis import similarity
 
@@ -98,7 +99,7 @@ def test_a_run_without_digests_is_resumed(folder_run):
     root, out = folder_run
     config = config_of(out)
     del config["data"]
-    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     blacken(root, "train/ape/1.png")
     _, rows = fedavg.main(["--out", str(out), "--resume", "--rounds", "2", *at(root)])
     assert len(rows) == 2
@@ -107,7 +108,7 @@ def test_a_run_without_digests_is_resumed(folder_run):
 @pytest.mark.parametrize("damage", [[1], 5, {}, {"labels": 5}])
 def test_damaged_digests(folder_run, damage):
     config = config_of(folder_run[1])
-    config = common.sealed({**config, "data": damage})
+    config = run_folder.sealed({**config, "data": damage})
     (folder_run[1] / "config.json").write_text(json.dumps(config))
     resumed(folder_run[1], "labels", more=at(folder_run[0]))
 
@@ -155,7 +156,7 @@ CHANGED = [
 @pytest.mark.parametrize("data, what", CHANGED)
 def test_changed_tensors(data, what):
     parts = np.split(np.arange(20), 4)
-    before, after = (common.data_digests(d, parts) for d in (OWN, data))
+    before, after = (run_folder.data_digests(d, parts) for d in (OWN, data))
     assert [k for k in before if before[k] != after[k]] == [what]
 
 
@@ -165,16 +166,18 @@ def test_exchanged_samples_and_indices(distance):
     index = torch.arange(20)
     index[0], index[distance] = distance, 0
     parts = np.split(np.arange(20), 4)
-    before = common.data_digests(OWN, parts)
-    assert common.data_digests(own(x=OWN.x[index]), parts)["samples"] != before["samples"]
+    before = run_folder.data_digests(OWN, parts)
+    assert run_folder.data_digests(own(x=OWN.x[index]), parts)["samples"] != before["samples"]
     parts = np.split(index.numpy(), 4)
-    assert common.data_digests(OWN, parts)["partition"] != before["partition"]
+    assert run_folder.data_digests(OWN, parts)["partition"] != before["partition"]
 
 
 def test_samples_that_are_held_out_count():
     held = {"x_val": OWN.x_test, "y_val": OWN.y_test}
     parts, darker = np.split(np.arange(20), 4), {**held, "x_val": OWN.x_test // 2}
-    assert common.data_digests(own(**held), parts) != common.data_digests(own(**darker), parts)
+    assert run_folder.data_digests(own(**held), parts) != run_folder.data_digests(
+        own(**darker), parts
+    )
 
 
 def test_changed_streamed_images(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from torchvision import transforms
 from torchvision.transforms import functional as tv
 
 import common
+import engine
+import extras.glyphs
 import fedavg
 from extras import readers
 
@@ -260,7 +262,7 @@ def test_imagenet_200_is_cut_to_its_centre_without_augmentation(tmp_path, monkey
     make_imagenet(tmp_path, monkeypatch)
     args = flags(*imagenet_flags(tmp_path, 28))
     data = common.load_data(args)
-    worker = common.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
+    worker = engine.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
     client = common.Client(0, np.array([7, 2, 11]), {})
     ((x, y),) = worker.batches(client)
     expected = torch.stack([centre(data.paths[i]) for i in client.index])
@@ -274,7 +276,7 @@ def test_imagenet_200_is_augmented_by_its_draws(tmp_path, monkeypatch):
     make_imagenet(tmp_path, monkeypatch)
     args = flags(*imagenet_flags(tmp_path, 28, "--batch-size", "2", "--epochs", "2"))
     data = common.load_data(args)
-    worker = common.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
+    worker = engine.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
     client = common.Client(0, np.array([7, 2, 11]), {})
     batches = []
 
@@ -376,7 +378,7 @@ def test_emnist_is_turned_upright(monkeypatch):
     class Fake:
         data = x
         targets = torch.tensor([0, 61, 9])
-        classes = list(common.CHARACTERS)
+        classes = list(extras.glyphs.CHARACTERS)
 
     def fake(root, train, download, split):
         assert download

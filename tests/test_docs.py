@@ -20,6 +20,7 @@ import torch
 from methods import METHODS
 
 import common
+import engine
 
 ROOT = pathlib.Path(common.__file__).parent
 README = ROOT / "README.md"
@@ -182,8 +183,8 @@ def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
 # runs sys.argv[1:] as python would, on 600 + 200 drawn images
 DRIVER = """
 import runpy, sys
-import common
-common.GLYPHS = (600, 200)
+import extras.glyphs
+extras.glyphs.GLYPHS = (600, 200)
 del sys.argv[0]
 if sys.argv[0] == "-m":
     del sys.argv[0]
@@ -227,7 +228,7 @@ def test_commands_run(block, tmp_path):
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common.Worker, "keep_first_step", False)  # put back, if the block fails
+    monkeypatch.setattr(engine.Worker, "keep_first_step", False)  # put back, if the block fails
     for name in ("wandb", "torch.utils.tensorboard"):  # need not be installed
         stand_in = unittest.mock.MagicMock(**{"log.return_value": None})
         stand_in.SummaryWriter().add_scalar.return_value = None

@@ -8,15 +8,17 @@ import torch.nn.functional as F
 from conftest import TINY, flags, same
 
 import common
+import engine
+import extras.glyphs
 import fedavg
 
 
 def tiny_worker(*argv):
     """Return a worker on glyphs, the data and the flags."""
-    args, data = flags(*argv), common.glyphs()
+    args, data = flags(*argv), extras.glyphs.glyphs()
     torch.manual_seed(0)
     net = common.build_net(args.model, data.classes).to(memory_format=torch.channels_last)
-    return common.Worker(net, data, args, 60), data, args
+    return engine.Worker(net, data, args, 60), data, args
 
 
 def play(worker, client, weights, round_=1, method=fedavg.local_update):
@@ -49,7 +51,7 @@ def test_batches_of_a_round(n, argv, batch_norm, sizes):
 
 def epochs_of(*argv):
     """Return three epochs of the batches of samples 100 to 124, ten a batch, a row an epoch."""
-    args, data = flags("--batch-size", "10", "--epochs", "3", *argv), common.glyphs()
+    args, data = flags("--batch-size", "10", "--epochs", "3", *argv), extras.glyphs.glyphs()
     index, net = np.arange(100, 125), common.build_net("cnn", 62)
     steps = len(common.batch_sizes(25, args, False))
     tables = common.batch_tables(index, steps, args, net, data, common.keyed("test"))

@@ -46,7 +46,7 @@ def one_line(result, *words):
     ],
 )
 def test_a_missing_file_is_one_line(tmp_path, argv, message):
-    copy(tmp_path, "common.py", "fedavg.py")
+    copy(tmp_path, "common.py", "fedavg.py", "extras/glyphs.py")
     result = run(tmp_path, "fedavg.py", "--quiet", "--device", "cpu", *argv.split())
     one_line(result, message, "copy it beside common.py")
 

@@ -10,6 +10,9 @@ import torch
 from conftest import TINY, args_of, flags
 
 import common
+import engine
+import run_folder
+import extras.glyphs
 import fedavg
 from extras import backbones, text
 
@@ -17,10 +20,10 @@ from extras import backbones, text
 def tiny_worker(*argv):
     """Return a worker on glyphs, and the step and the client with which it has begun."""
     args = flags("--epochs", "1", *argv)
-    data = common.glyphs()
+    data = extras.glyphs.glyphs()
     torch.manual_seed(0)
     net = common.build_net("cnn", 62)
-    worker = common.Worker(net, data, args, 8)
+    worker = engine.Worker(net, data, args, 8)
     client = common.Client(0, np.arange(40), {})
     worker._begin(client, {"round": 1}, net.state_dict())
     return worker, next(fedavg.local_update(worker, client, {}, args))
@@ -58,7 +61,7 @@ def test_a_run_notes_that_it_has_no_graphs(tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert config["graph"] is True
     config["graph"] = False
-    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     seen.clear()
     words = ["--out", str(out), "--resume", "--rounds", "3"]
     common.run(parser.parse_args(words), local_update)
@@ -79,7 +82,7 @@ def test_a_full_memory_means_fewer_workers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 100)
-    pool = common.Pool(build, torch.device("cpu"), 0, 1)
+    pool = engine.Pool(build, torch.device("cpu"), 0, 1)
     assert len(pool._grow(9)) == 2  # 0.8 * 500 / 100 = 4 more were tried
     assert len(pool.workers) == 3
     assert pool.grow is False
@@ -114,7 +117,7 @@ def test_evaluation_batches_of_text_and_on_a_cpu():
     words = torch.empty(0, 70, dtype=torch.int16)
     data = types.SimpleNamespace(x_test=words, y=types.SimpleNamespace(is_cuda=True))
     assert common.evaluation_batch(data) == 2000
-    assert common.evaluation_batch(common.glyphs()) == 250
+    assert common.evaluation_batch(extras.glyphs.glyphs()) == 250
 
 
 def test_settings_of_cuda(monkeypatch):

@@ -12,6 +12,8 @@ from methods import final, final_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import engine
+import extras.glyphs
 import fedavg
 import gradaug
 
@@ -84,7 +86,7 @@ def capture(graph, pool, stream):
         yield
 
 
-class Worker(common.Worker):
+class Worker(engine.Worker):
     """A worker on the CPU that believes in a GPU while it trains on a batch."""
 
     def _train_batch(self, step, size):
@@ -101,7 +103,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(common, "evaluate", lambda *_: (0.0, 0.0))
 
     def on():
-        monkeypatch.setattr(common, "Worker", Worker)
+        monkeypatch.setattr(engine, "Worker", Worker)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", capture)
         monkeypatch.setattr(Graph, "count", 0)
@@ -142,7 +144,7 @@ def test_gradaug_has_a_graph_a_part(tmp_path, capsys, graphs, subnets):
             drawn = zip(worker.sizes, worker.shapes)
             seen.update(part for size, parts in drawn for part in parts if size == 32)
 
-        return common.run(args, observed, data=common.glyphs(), net=wide_net())
+        return common.run(args, observed, data=extras.glyphs.glyphs(), net=wide_net())
 
     argv = [*TINY, "--epochs", "2", "--workers", "1", "--subnets", str(subnets)]
     expected, _ = gradaug.main([*argv, "--out", str(tmp_path / "eager")], run=run)
@@ -161,7 +163,7 @@ def test_parts_without_a_graph_mix_with_those_that_have_one(tmp_path, monkeypatc
     argv = [*FIXED, "--subnets", "3"]
     expected = final_once("gradaug", tmp_path / "eager", *argv)
     graphs()
-    monkeypatch.setattr(common, "MOST_GRAPHS", 5)
+    monkeypatch.setattr(engine, "MOST_GRAPHS", 5)
     assert same(expected, final("gradaug", tmp_path / "graphs", *argv)[0])
     assert Graph.count == 5
 
@@ -190,7 +192,7 @@ def test_batch_sizes_that_come_often_have_a_graph(tmp_path, graphs, epochs, capt
     """Clients of 64 + 20 and 64 + 13 samples: a short batch an epoch, of either size."""
 
     def run(args, local_update, **rest):
-        data = common.glyphs()
+        data = extras.glyphs.glyphs()
         data = dataclasses.replace(data, x=data.x[:161], y=data.y[:161])
         return common.run(args, local_update, data=data, net=wide_net())
 

@@ -35,6 +35,8 @@ from hand import (
 )
 
 import common
+import engine
+import extras.glyphs
 
 # --- FedProx
 
@@ -49,7 +51,7 @@ def test_fedprox_step_by_hand():
     mu, lr = 0.7, 0.3
     argv = [*TINY, "--momentum", "0", "--weight-decay", "0", "--mu", str(mu), "--lr", str(lr)]
     args = args_of(fedprox, *argv)
-    worker = common.Worker(nn.Sequential(common.Classifier(2, 3)), common.glyphs(), args, 4)
+    worker = engine.Worker(nn.Sequential(common.Classifier(2, 3)), extras.glyphs.glyphs(), args, 4)
     worker.net.double().train()
     client = common.Client(0, np.arange(8), {})
     step = next(fedprox.local_update(worker, client, {"round": 1}, args))

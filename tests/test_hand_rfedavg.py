@@ -17,6 +17,9 @@ from hand import batch, begin, finish, gradients, normed_network, state_of, twin
 from methods import SCRIPTS, final
 
 import common
+import engine
+import run_folder
+import extras.glyphs
 
 
 def kept(name, deltas):
@@ -104,11 +107,11 @@ def test_rfedavg_deltas(tmp_path, variant, sample, down):
     assert all(row["bytes_up"] == sampled * (size + delta) for row in rows)
     assert rows[1]["bytes_delta"] == sampled * (down + 1) * delta
     assert ("synchronise" in rows[0]["seconds"]) == (variant == "rfedavg+")
-    deltas = common.load(out / "checkpoint.pt")["server"]["deltas"]
-    data, k = common.glyphs(), rows[-1]["clients"][0]
+    deltas = run_folder.load(out / "checkpoint.pt")["server"]["deltas"]
+    data, k = extras.glyphs.glyphs(), rows[-1]["clients"][0]
     part = parts_of(flags())[k]
     if variant == "rfedavg":
-        net.load_state_dict(common.load(out / "clients" / f"{k}.pt"))
+        net.load_state_dict(run_folder.load(out / "clients" / f"{k}.pt"))
     net.eval()
     with torch.no_grad():
         mean = net[:-1](data.normalise(data.x[part])).mean(0)
@@ -173,18 +176,18 @@ def feature_by_hand(weights, pixels, data):
 @pytest.mark.parametrize("variant", ["rfedavg", "rfedavg+"])
 def test_deltas_of_the_authors_code(tmp_path, variant):
     """Of one random batch of the client: by its local network, or by the new global one."""
-    data, out = common.glyphs(), tmp_path / "run"
+    data, out = extras.glyphs.glyphs(), tmp_path / "run"
     argv = [*TINY, "--variant", variant, "--partition", "iid", "--sample", "0.5"]
     run = functools.partial(common.run, data=data, net=normed_network())
     net, rows = rfedavg_code.main([*argv, "--save-clients", "--out", str(out)], run=run)
-    deltas = common.load(out / "checkpoint.pt")["server"]["deltas"]
+    deltas = run_folder.load(out / "checkpoint.pt")["server"]["deltas"]
     parts = parts_of(flags("--partition", "iid"))
     for k in rows[-1]["clients"]:
         rng = np.random.default_rng([*b"delta", 0, 2, k])  # of seed, round and client
         chosen = rng.permutation(parts[k])[:32]
         weights = net.state_dict()
         if variant == "rfedavg":
-            weights = common.load(out / "clients" / f"{k}.pt")
+            weights = run_folder.load(out / "clients" / f"{k}.pt")
         delta = common.rows_of(deltas, [k], len(deltas["values"][0]))[0]
         assert torch.allclose(delta, feature_by_hand(weights, data.x[chosen], data), atol=1e-5)
 
@@ -214,7 +217,7 @@ def test_measuring_leaves_the_network_alone():
 
     The first two are those of eval mode."""
     net = common.build_net("resnet56", 62)
-    worker = common.Worker(net, common.glyphs(), flags("--model", "resnet56"), 4)
+    worker = engine.Worker(net, extras.glyphs.glyphs(), flags("--model", "resnet56"), 4)
     before, client = state_of(worker.net), common.Client(0, np.arange(12), {})
     worker._begin(client, {"round": 1}, net.state_dict())
     x, y = next(worker.batches(client))

@@ -25,6 +25,9 @@ from hand import (
 from methods import final, plain_final
 
 import common
+import engine
+import run_folder
+import extras.glyphs
 
 
 LATER = "--lr 0.2 --lr-decay 0.5"  # 0.1 in round 2
@@ -198,14 +201,14 @@ def test_feddyn_server_by_hand():
 
 def states_of(out, name):
     """Return what each client of a run keeps under a name."""
-    return [common.load(path)[name] for path in (out / "states").iterdir()]
+    return [run_folder.load(path)[name] for path in (out / "states").iterdir()]
 
 
 def test_feddyn_variates_sum(tmp_path):
     """The server's h is the mean over all clients of theirs, those never sampled holding 0."""
     argv = "--clients 8 --partition iid --sample 0.25 --rounds 3"
     final("feddyn", tmp_path / "run", *argv.split())
-    h = common.load(tmp_path / "run" / "checkpoint.pt")["server"]["h"]
+    h = run_folder.load(tmp_path / "run" / "checkpoint.pt")["server"]["h"]
     states = states_of(tmp_path / "run", "h")
     assert 2 <= len(states) < 8
     for a, b in zip(h, zip(*states)):
@@ -293,7 +296,7 @@ def test_scaffold_server():
 
 def test_scaffold_option_one_takes_any_number_of_samples():
     """501 samples: no part may be a single one, which batch norm cannot take where maps are 1x1."""
-    worker = common.Worker(common.build_net("cnn", 62), common.glyphs(), flags(), 1)
+    worker = engine.Worker(common.build_net("cnn", 62), extras.glyphs.glyphs(), flags(), 1)
     client = common.Client(0, np.arange(501), {})
     assert [len(y) for _, y in worker.batches(client)] == [251, 250]
 
@@ -308,7 +311,7 @@ def test_scaffold_is_the_averaged_gradient(tmp_path):
     a = plain_final(tmp_path / "fedavg", *argv)
     b, _ = final("scaffold", tmp_path / "scaffold", *argv)
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
-    c = common.load(tmp_path / "scaffold" / "checkpoint.pt")["server"]["c"]
+    c = run_folder.load(tmp_path / "scaffold" / "checkpoint.pt")["server"]["c"]
     states = states_of(tmp_path / "scaffold", "c")
     assert len(states) == 4
     for mean, each in zip(c, zip(*states)):
@@ -321,4 +324,4 @@ def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
     argv = ["--drop-last", "--batch-size", str(min(sizes) + 1), "--rounds", "3"]
     final("scaffold", tmp_path / "run", *argv)
     version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
-    assert all(c.abs().max() == 0 for c in common.load(version)["c"])
+    assert all(c.abs().max() == 0 for c in run_folder.load(version)["c"])

@@ -13,6 +13,8 @@ from conftest import TINY, refused_amid_output
 from tqdm import tqdm
 
 import common
+import engine
+import run_folder
 import fedavg
 import hessian_eval as h
 from analysis import runs
@@ -132,7 +134,7 @@ def test_trace_stops_when_its_mean_stands_still(sign):
 
 
 def test_products_of_an_lstm_after_set_up():
-    common.set_up_device(common.flags("", "test").parse_args([]))
+    engine.set_up_device(common.flags("", "test").parse_args([]))
     torch.manual_seed(0)
     layers = text.Embedding(9, 3), text.Recurrent(3, 4, last=True), nn.Linear(4, 2)
     net = nn.Sequential(*layers).eval()
@@ -338,8 +340,8 @@ def halved(weights):
 
 def test_hessian_eval_as_the_authors(run):
     """best.pt, ten augmented batches, and a trace that stops."""
-    best = common.load(run / "best.pt")
-    common.save(halved(best), run / "best.pt", best.stamp)
+    best = run_folder.load(run / "best.pt")
+    run_folder.save(halved(best), run / "best.pt", best.stamp)
     opened = runs.open_run(run)
     plain = h.Batches(opened, np.concatenate(opened.parts), 1, tqdm(disable=True))
     frozen = h.AuthorsBatches(plain, 0, frozen=True)
@@ -372,7 +374,7 @@ def two_runs(run, tmp_path):
 
 def test_hessian_eval_names_mistakes_before_it_starts(two_runs, capsys):
     a, b = two_runs
-    common.save(common.build_net("cnn", 10).state_dict(), b / "model.pt")
+    run_folder.save(common.build_net("cnn", 10).state_dict(), b / "model.pt")
     refused_amid_output(capsys, h, [a, b, *QUICK], "b/model.pt", "62 classes")
     refused_amid_output(capsys, h, [a, a, *QUICK], "named twice")
     refused_amid_output(capsys, h, [a, a / ".." / "a", *QUICK], "named twice")

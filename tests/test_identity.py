@@ -10,14 +10,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import TINY, refused
 from methods import ROOT
 from runs import config_of, rounds_in
 
 import common
+import run_folder
 import fedavg
-from extras import own
 from extras.identity import Code
 
 SOURCE = '''
@@ -417,36 +416,6 @@ def net(stride=1, p=0.1):
 """
 
 
-def test_the_digest_of_a_network_is_of_what_it_does(tmp_path, monkeypatch):
-    """Options of layers and the code of its own classes; not its weights, nor its mode."""
-
-    def noted(old, new):
-        path = tmp_path / f"net{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(FORWARDS.replace(old, new))
-        spec = importlib.util.spec_from_file_location("own_net", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "own_net", module)
-        spec.loader.exec_module(module)
-        args = common.args_for(fedavg)
-        own.note(args, None, module.net())
-        trained = module.net().eval()
-        torch.nn.init.zeros_(trained[0][0].weight)
-        again = common.args_for(fedavg)
-        own.note(again, None, trained)
-        assert args.model == again.model and len(args.model) == 12
-        return args.model
-
-    same = [("", ""), ("return 2", "# the forward\n        return 2")]
-    other = [
-        ("stride=1", "stride=2"),
-        ("p=0.1", "p=0.9"),
-        ("2 * x", "3 * x"),
-        ("power=1", "power=2"),
-    ]
-    assert len({noted(*pair) for pair in same}) == 1
-    assert len({noted(*pair) for pair in same + other}) == 1 + len(other)
-
-
 # --- runs
 
 
@@ -502,7 +471,7 @@ def test_a_run_from_before_code_was_recorded_resumes(tmp_path):
     fedavg.main([*STEPS, "--out", str(out)])
     config = json.loads((out / "config.json").read_text())
     del config["code"]
-    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     fedavg.main(["--out", str(out), "--resume", "--rounds", "2"])
     assert rounds_in(out) == 2
 
@@ -524,15 +493,15 @@ def test_what_is_not_in_the_commit_is_marked(tmp_path, monkeypatch):
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "x")
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
-    clean = common.commit()
-    assert len(clean) == 40 and common.commit([str(script)]) == clean
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "common.py"))
+    clean = run_folder.commit()
+    assert len(clean) == 40 and run_folder.commit([str(script)]) == clean
     other.write_text("")
-    assert common.commit([str(script)]) == clean
+    assert run_folder.commit([str(script)]) == clean
     for file in (other, tmp_path.parent / "x.py", "<stdin>"):
-        assert common.commit([str(script), str(file)]) == f"{clean}+changes"
+        assert run_folder.commit([str(script), str(file)]) == f"{clean}+changes"
     script.write_text("1")
-    assert common.commit() == f"{clean}+changes"
+    assert run_folder.commit() == f"{clean}+changes"
 
 
 def test_the_files_of_a_run_s_code_are_looked_up(tmp_path, monkeypatch):
@@ -540,7 +509,7 @@ def test_the_files_of_a_run_s_code_are_looked_up(tmp_path, monkeypatch):
     for name in ("mine", "helpers"):
         monkeypatch.setitem(sys.modules, name, None)
     mine = module_of(tmp_path / "code")
-    monkeypatch.setattr(common, "commit", lambda files: sorted(files))
+    monkeypatch.setattr(run_folder, "commit", lambda files: sorted(files))
 
     def aggregate(*args):
         return mine.aggregate if args[0] is None else common.average(*args)

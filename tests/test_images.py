@@ -7,13 +7,14 @@ from conftest import GLYPHS, flags, make_folder
 from PIL import Image
 
 import common
+import extras.glyphs
 from extras import images
 
 
 def test_glyphs_follow_the_seed_and_have_writers():
     assert GLYPHS == (20_000, 4_000)
-    a, other = common.glyphs(), common.glyphs(seed=1)
-    again = common._glyphs.__wrapped__((600, 200), 0)
+    a, other = extras.glyphs.glyphs(), extras.glyphs.glyphs(seed=1)
+    again = extras.glyphs._glyphs.__wrapped__((600, 200), 0)
     assert a.x.shape == (600, 3, 32, 32)
     assert a.x_test.shape == (200, 3, 32, 32)
     assert a.x.dtype == torch.uint8

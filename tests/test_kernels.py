@@ -9,6 +9,8 @@ from methods import SCRIPTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import engine
+import extras.glyphs
 
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "_unsafe_view", "lift_fresh"}
 
@@ -34,8 +36,8 @@ def operations(name):
 
     words = "--dataset glyphs --model resnet56 --batch-size 8 --epochs 1 --device cpu".split()
     args, local_update, adapt = SCRIPTS[name].main(words, run=call)
-    data = common.glyphs()
-    worker = common.Worker(common.prepare_net(data, args, adapt), data, args, 4)
+    data = extras.glyphs.glyphs()
+    worker = engine.Worker(common.prepare_net(data, args, adapt), data, args, 4)
     client, server = common.Client(0, np.arange(16), {}), {"round": 2, "clients": [0]}
     worker._begin(client, server, worker.template.state_dict())
     step = next(local_update(worker, client, server, args))

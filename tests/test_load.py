@@ -1,4 +1,4 @@
-"""common.load(): damage in the files that save() writes is found, whichever byte it hits."""
+"""run_folder.load(): damage in the files that save() writes is found, whichever byte it hits."""
 
 import os
 import random
@@ -8,6 +8,7 @@ import torch
 from conftest import same
 
 import common
+import run_folder
 
 TREE = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -21,13 +22,13 @@ def test_a_flipped_bit_is_found(tmp_path):
 
     What still loads, flips in dates and paddings, holds what was saved."""
     path = tmp_path / "a.pt"
-    common.save(TREE, path)
+    run_folder.save(TREE, path)
     good = path.read_bytes()
     rng, found = random.Random(0), 0
     for i in range(len(good)):
         path.write_bytes(good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1 :])
         try:
-            assert same(common.load(path), TREE), i
+            assert same(run_folder.load(path), TREE), i
         except common.UserError as e:
             assert str(e).startswith(f"{path}: not a readable checkpoint ("), i
             assert len(str(e).splitlines()) == 1, i
@@ -39,34 +40,34 @@ def test_a_flipped_bit_is_found(tmp_path):
 def test_another_number_is_found(tmp_path, at):
     """torch alone loads it: it does not look at the checksums."""
     path = tmp_path / "a.pt"
-    common.save({"w": torch.zeros(10_000)}, path)
+    run_folder.save({"w": torch.zeros(10_000)}, path)
     content = bytearray(path.read_bytes())
     content[int(at * len(content))] ^= 64
     path.write_bytes(content)
     assert torch.load(path)["w"].any()
     with pytest.raises(common.UserError, match="model .*checksum"):
-        common.load(path, "model")
+        run_folder.load(path, "model")
 
 
 def test_a_record_marked_as_a_folder_is_found(tmp_path):
     """One bit of the list at the end, and torch reads nothing: the tensor is what memory held."""
     path = tmp_path / "a.pt"
-    common.save(TREE, path)
+    run_folder.save(TREE, path)
     content = bytearray(path.read_bytes())
     entry = content.rindex(b"archive/data/0") - 46
     content[entry + 38] ^= 16
     path.write_bytes(content)
     with pytest.raises(common.UserError, match="marked as a folder"):
-        common.load(path)
+        run_folder.load(path)
 
 
 @pytest.mark.parametrize("cut", [0, 0.5, 0.99])
 def test_a_cut_file_is_found(tmp_path, cut):
     path = tmp_path / "a.pt"
-    common.save(TREE, path)
+    run_folder.save(TREE, path)
     path.write_bytes(path.read_bytes()[: int(cut * path.stat().st_size)])
     with pytest.raises(common.UserError, match="not a readable checkpoint"):
-        common.load(path)
+        run_folder.load(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -74,17 +75,17 @@ def test_what_is_no_file_is_refused(tmp_path, make):
     """A pipe would be waited for, for ever."""
     make(tmp_path / "a.pt")
     with pytest.raises(common.UserError, match="a.pt: not a file"):
-        common.load(tmp_path / "a.pt")
+        run_folder.load(tmp_path / "a.pt")
     with pytest.raises(common.UserError, match="no such model"):
-        common.load(tmp_path / "b.pt", "model")
+        run_folder.load(tmp_path / "b.pt", "model")
 
 
 @pytest.mark.parametrize("damage", ["shape", "dtype"])
 def test_a_stamp_tells_other_shapes_and_types(tmp_path, damage):
     """In a file that is whole by its checksums, as somebody's own program would write it."""
     path = tmp_path / "a.pt"
-    common.save({"net": {**TREE}, "round": 3}, path, {"round": 3})
-    tree = common.load(path)
+    run_folder.save({"net": {**TREE}, "round": 3}, path, {"round": 3})
+    tree = run_folder.load(path)
     assert tree.stamp["round"] == 3
     assert same(tree["net"], TREE)
     net = tree["net"]
@@ -99,7 +100,7 @@ def test_a_stamp_tells_other_shapes_and_types(tmp_path, damage):
 def refusal(path):
     """Return why a file is not loaded; empty if it is."""
     try:
-        common.load(path)
+        run_folder.load(path)
     except common.UserError as e:
         return str(e)
     return ""

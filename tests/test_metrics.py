@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from conftest import TINY, flags, parts_of, refused, same
 
 import common
+import run_folder
+import extras.glyphs
 import fedavg
 
 
 def test_evaluate_counts_the_whole_test_set():
-    data, net = common.glyphs(), common.build_net("cnn", 62)
+    data, net = extras.glyphs.glyphs(), common.build_net("cnn", 62)
     accuracy, loss = common.evaluate(net, data, flags())
     out = torch.cat([net(data.normalise(x[None])) for x in data.x_test])
     assert accuracy == pytest.approx(100 * (out.argmax(1) == data.y_test).double().mean().item())
@@ -26,15 +28,15 @@ def test_summary():
     """EMA of 10, 20 with factor 0.9: (0.9 * 1 + 2) / 0.19 by hand.
 
     The last five of 1..6 have mean 4 and population deviation sqrt(2)."""
-    assert common.summary([10, 20])["acc_ema"] == pytest.approx(2.9 / 0.19)
-    assert common.summary([1, 2, 3, 4, 5, 6]) | {"acc_ema": 0} == {
+    assert run_folder.summary([10, 20])["acc_ema"] == pytest.approx(2.9 / 0.19)
+    assert run_folder.summary([1, 2, 3, 4, 5, 6]) | {"acc_ema": 0} == {
         "acc_ema": 0,
         "acc_last5_mean": 4,
         "acc_last5_std": pytest.approx(math.sqrt(2)),
         "best_acc": 6,
     }
     names = ("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc")
-    assert common.summary([]) == dict.fromkeys(names)
+    assert run_folder.summary([]) == dict.fromkeys(names)
 
 
 def test_metrics(tmp_path):
@@ -55,9 +57,9 @@ def test_metrics(tmp_path):
         assert set(row["seconds"]) == {"train", "aggregate", "evaluate", "other"}
         assert 3 < row["train_loss"] < 5
     assert rows[2]["best_acc"] == max(rows[1]["test_acc"], rows[2]["test_acc"])
-    assert same(common.load(out / "model.pt"), net.state_dict())
+    assert same(run_folder.load(out / "model.pt"), net.state_dict())
     # what was saved is what was averaged, by sample counts
-    clients = [common.load(out / "clients" / f"{k}.pt") for k in range(4)]
+    clients = [run_folder.load(out / "clients" / f"{k}.pt") for k in range(4)]
     sizes = np.array([len(part) for part in parts_of(flags())])
     expected = sum(n / 600 * c["classifier.weight"].double() for n, c in zip(sizes, clients))
     assert torch.allclose(net[-1].weight.double(), expected, atol=1e-6)
@@ -80,9 +82,9 @@ def test_validation_picks_the_best(tmp_path, monkeypatch):
     assert [row["val_loss"] for row in rows] == [8, 8, 8]
     assert [row["test_acc"] for row in rows] == [1, 3, 2]
     assert [row["best_acc"] for row in rows] == [1, 1, 1]
-    best = list(common.load(out / "best.pt").values())
+    best = list(run_folder.load(out / "best.pt").values())
     assert all(torch.equal(a, b) for a, b in zip(best, evaluated[1][2]))
-    data, args = common.glyphs(), flags("--validation", "0.1")
+    data, args = extras.glyphs.glyphs(), flags("--validation", "0.1")
     kept = common.load_data(args)
     assert len(kept.x) == len(kept.y) == len(kept.writers) == 540
     assert torch.equal(kept.x_val, evaluated[1][0]) and torch.equal(kept.y_val, evaluated[1][1])
@@ -97,7 +99,7 @@ def test_validation_picks_the_best(tmp_path, monkeypatch):
 
 def test_own_samples_for_validation(tmp_path):
     """--validation 0 holds out none, and takes those that are there; 0.5 some of the others."""
-    data = common.glyphs()
+    data = extras.glyphs.glyphs()
     own = dataclasses.replace(data, x_val=data.x_test[:50], y_val=data.y_test[:50])
     words = ["--local-steps", "1", "--rounds", "1", "--model", "cnn"]
     for i, (given, more, shown) in enumerate(
@@ -145,7 +147,7 @@ def test_table_of_rows(tmp_path):
         common.rows_of(table, reversed(expected), 5), torch.stack([*expected.values()])
     )
     assert common.rows_of(table, [3], 5).shape == (0, 5)
-    common.save({"server": table}, tmp_path / "table")
+    run_folder.save({"server": table}, tmp_path / "table")
     assert len(table["values"]) < 2 * len(expected)
-    loaded = common.load(tmp_path / "table")["server"]
+    loaded = run_folder.load(tmp_path / "table")["server"]
     assert torch.equal(common.rows_of(loaded, expected, 5), torch.stack([*expected.values()]))

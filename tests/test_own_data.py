@@ -11,9 +11,10 @@ from conftest import TINY, flags, make_folder, refusal, refused, same
 from PIL import Image
 
 import common
+import extras.glyphs
 import fedavg
 import plain
-from extras import images, own, partitions
+from extras import images, partitions
 
 BARE = [word for word in TINY if word not in ("--dataset", "glyphs", "--model", "cnn")]
 
@@ -36,6 +37,13 @@ def trained(tmp_path, data, net, *argv, script=fedavg, name="run"):
 # --- tensors
 
 
+def digest_of(data):
+    """Return what --dataset is of a Data."""
+    args = flags()
+    common.note_own(args, data, None)
+    return args.dataset
+
+
 def test_a_table_of_numbers(tmp_path):
     """float64 of numpy becomes float32, and passes through as it is."""
     data = tables(dtype=torch.float64)
@@ -46,7 +54,7 @@ def test_a_table_of_numbers(tmp_path):
     _, rows = trained(tmp_path, data, net, "--rounds", "3", "--epochs", "9", "--lr", "0.1")
     assert rows[-1]["test_acc"] > 80
     flag = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]["dataset"]
-    assert flag == f"own-{own.data_digest(data)}"
+    assert flag == digest_of(data)
 
 
 class Last(nn.Module):
@@ -153,7 +161,7 @@ def test_the_digest_is_of_all():
         data = tables()
         if field:
             getattr(data, field)[0] = (getattr(data, field)[0] + 1) % 3
-        return own.data_digest(data)
+        return digest_of(data)
 
     assert changed(None) == changed(None)
     assert len({changed(k) for k in (None, "x", "y", "x_test", "y_test")}) == 5
@@ -361,7 +369,7 @@ def test_partial_split(tmp_path, capsys):
     words = ["--partition", "file", "--split-file", str(split)]
     refused(capsys, fedavg, [*TINY, *words, "--out", tmp_path / "run"], "--partial-split")
     args = flags(*words, "--partial-split")
-    parts = common.partition(common.glyphs(), args)
+    parts = common.partition(extras.glyphs.glyphs(), args)
     assert [part.tolist() for part in parts[:2]] == [[5, 3, 1], [0, 599]]
     assert sum(map(len, parts)) == 47
     split.write_text(json.dumps([[5, 3, 1], [3], [1], [2]]))

@@ -1,6 +1,5 @@
 """Own networks: modules cut into blocks, saved weights, and what a method misses in one line."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -11,9 +10,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, refusal, refused, same
-from methods import METHODS, SCRIPTS
+from methods import SCRIPTS
 
 import common
+import extras.glyphs
 import fedavg
 import plain
 from analysis.runs import open_run
@@ -263,29 +263,6 @@ def no_linear_last():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), head)
 
 
-BLOCKS = "this method needs an nn.Sequential of blocks; common.blocks"
-LAST = "needs a linear layer as the last block|no linear last block"
-RESIDUAL = "no residual blocks to skip"
-MAPS = "no feature maps into and out of the last block"
-BY_BLOCKS = "moon gradaug fedalign fedcka fedmlb fitnet rfedavg rfedavg_dp rfedavg_code".split()
-REFUSALS = {  # of a network: {script: what its line says}; all others train
-    plain_module: {name: BLOCKS for name in BY_BLOCKS if name != "gradaug"},
-    cut_module: {"fedalign": MAPS},
-    flat_last: {"fedalign": MAPS},
-    no_linear_last: {name: LAST for name in BY_BLOCKS if name == "moon" or "rfedavg" in name},
-}
-
-
-@pytest.mark.parametrize("make", REFUSALS, ids=lambda make: make.__name__)
-def test_each_method_trains_or_says_why_not(tmp_path, make):
-    found = {name: attempt(name, tmp_path / name, make()) for name in METHODS}
-    expected = REFUSALS[make] | {"stochdepth": RESIDUAL}
-    refusals = {name: line for name, line in found.items() if line}
-    assert refusals.keys() == expected.keys(), refusals
-    for name, line in refusals.items():
-        assert re.search(expected[name], line), (name, line)
-
-
 def test_a_block_that_may_begin_behind_a_skip():
     """The sum is of d's block, and nothing else goes in."""
     module, x = Skips(), torch.randn(3, 4)
@@ -294,111 +271,13 @@ def test_a_block_that_may_begin_behind_a_skip():
     assert torch.equal(net(x), module(x))
 
 
-class Wide(nn.Module):
-    """Gives ten numbers, whatever the classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 10)
-
-    def forward(self, x):
-        return self.a(x)
-
-
-def frozen():
-    net = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
-    net[0].weight.requires_grad_(False)
-    return net
-
-
-@pytest.mark.parametrize(
-    "net, words",
-    [
-        (Wide(), r"gives \(4, 10\) for 4 samples, not \(4, 3\)"),
-        (nn.Linear(5, 3), r"fails on x of shape \(4, 6\), torch.float32: .*shapes"),
-        (frozen(), "has frozen parameters"),
-    ],
-)
-def test_networks_that_do_not_fit_the_data(tmp_path, net, words):
-    x = torch.randn(60, 6)
-    y = torch.arange(60) % 3
-    data = common.Data(x[:40], y[:40], x[40:], y[40:], 3)
-    assert re.search(words, attempt("fedavg", tmp_path, net, data))
-
-
-def test_the_trial_changes_nothing(tmp_path, monkeypatch):
-    """Neither weights, as plain.run(), which has no trial, shows, nor torch's random numbers."""
-    monkeypatch.setattr(common, "CORES", 1)  # sums inside operators depend on threads
-    ends = []
-    for run in (plain.run, common.run):
-        run = functools.partial(run, data=data_of(), net=cut_module())
-        net, _ = SCRIPTS["scaffold"].main([*BARE, "--out", str(tmp_path / "run")], run=run)
-        ends.append(net.state_dict())
-    assert same(*ends)
-    method = common.Method(fedavg.local_update, common.average)
-    net = cut_module()
-    net[1].add_module("drop", nn.Dropout(0.5))
-    torch.manual_seed(9)
-    state = torch.random.get_rng_state()
-    networks.rehearse(method, data_of(), common.args_for(fedavg), net)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-BUGS = {
-    AttributeError: lambda worker, x: worker.nett(x),
-    NameError: lambda worker, x: nett(x),  # noqa: F821
-    TypeError: lambda worker, x: worker.net(),
-    KeyError: lambda worker, x: {}["net"],
-}
-
-
-@pytest.mark.parametrize("kind, bug", BUGS.items())
-def test_a_mistake_of_a_method_is_raised_as_it_is(tmp_path, kind, bug):
-    """Such a bug in one's own local_update is not the network's fault."""
-
-    def local_update(worker, client, server, args):
-        yield lambda x, y: bug(worker, x)
-
-    args = common.flags("test", "mine").parse_args([*BARE, "--out", str(tmp_path / "run")])
-    with pytest.raises(kind) as error:
-        common.run(args, local_update, data=data_of(), net=cut_module())
-    assert not isinstance(error.value, common.UserError)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_shape_that_does_not_fit_keeps_its_cause(tmp_path):
-    def local_update(worker, client, server, args):
-        yield lambda x, y: F.cross_entropy(worker.net(x), y[1:])
-
-    args = common.flags("test", "mine").parse_args([*BARE, "--out", str(tmp_path / "run")])
-    with pytest.raises(common.UserError, match="mine.py cannot train it: .*batch_size") as error:
-        common.run(args, local_update, data=data_of(), net=cut_module())
-    assert isinstance(error.value.__cause__, ValueError)
-
-
-def test_the_trial_knows_who_made_the_samples():
-    seen = []
-
-    def local_update(worker, client, server, args):
-        seen.append(worker.data.writers.tolist())
-        yield from fedavg.local_update(worker, client, server, args)
-
-    data = dataclasses.replace(data_of(), writers=torch.arange(40).numpy() // 2)
-    method = common.Method(local_update, common.average)
-    networks.rehearse(method, data, common.args_for(fedavg), cut_module())
-    assert seen == [[0, 0, 1, 1]]
-
-
-# --- --init
-
-
 def test_init_starts_from_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "CORES", 1)  # sums inside operators depend on threads
     first, _ = fedavg.main([*TINY, "--rounds", "1", "--out", str(tmp_path / "a")])
     path = tmp_path / "a" / "model.pt"
     words = [*TINY, "--init", str(path)]
     args = common.flags("x", "x").parse_args(words)
-    assert same(common.prepare_net(common.glyphs(), args).state_dict(), first.state_dict())
+    assert same(common.prepare_net(extras.glyphs.glyphs(), args).state_dict(), first.state_dict())
     weights = fedavg.main([*words, "--out", str(tmp_path / "b")])[0].state_dict()
     assert same(weights, fedavg.main(words, run=plain.run)[0].state_dict())
     other = fedavg.main([*TINY, "--out", str(tmp_path / "c")])[0].state_dict()
@@ -443,15 +322,15 @@ def test_a_classifier_of_other_classes_stays_as_drawn(tmp_path, capsys):
     net = common.build_net("cnn", 10)
     torch.save(net.state_dict(), tmp_path / "ten.pt")
     args = common.flags("x", "x").parse_args([*TINY, "--init", str(tmp_path / "ten.pt")])
-    common.prepare_net(common.glyphs(), args)
+    common.prepare_net(extras.glyphs.glyphs(), args)
     assert capsys.readouterr() == ("", "")  # --quiet
     args.quiet = False
-    found = common.prepare_net(common.glyphs(), args).state_dict()
+    found = common.prepare_net(extras.glyphs.glyphs(), args).state_dict()
     assert capsys.readouterr().err.splitlines() == [
         f"--init {tmp_path / 'ten.pt'}: its classifier is of another shape; ours starts as drawn"
     ]
     args.init = None
-    drawn = common.prepare_net(common.glyphs(), args).state_dict()
+    drawn = common.prepare_net(extras.glyphs.glyphs(), args).state_dict()
     for name, value in found.items():
         source = drawn if name.startswith("classifier.") else net.state_dict()
         assert torch.equal(value, source[name]), name

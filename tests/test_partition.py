@@ -16,7 +16,7 @@ from extras import partitions
 
 LABELS = np.random.default_rng(0).integers(10, size=3000)
 KINDS = {
-    "dirichlet": lambda clients, seed: common.dirichlet_partition(LABELS, clients, 0.3, seed),
+    "dirichlet": lambda clients, seed: common.dirichlet_partition(LABELS, clients, 0.3, seed)[0],
     "balanced": lambda clients, seed: partitions.balanced_dirichlet_partition(
         LABELS, clients, 0.3, seed
     ),
@@ -49,14 +49,14 @@ def test_dirichlet_balancing_rule():
     give one of them three."""
     labels = np.repeat([0, 1, 2, 3], 25)
     for seed in range(8):
-        a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)
+        a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)[0]
         assert len(a) == len(b) == 50
         assert len(set(labels[a])) == len(set(labels[b])) == 2
 
 
 def test_dirichlet_skew_and_minimum():
     def entropy(alpha):
-        parts = common.dirichlet_partition(LABELS, 10, alpha, 0)
+        parts = common.dirichlet_partition(LABELS, 10, alpha, 0)[0]
         assert min(map(len, parts)) >= 10
         shares = [np.bincount(LABELS[p], minlength=10) / len(p) for p in parts]
         return np.mean([-(s[s > 0] * np.log(s[s > 0])).sum() for s in shares])
@@ -83,7 +83,7 @@ def digest(parts):
 )
 def test_dirichlet_splits_stay_what_they_were(clients, alpha, seed, expected):
     """As before samples were ever moved, when draws went on until none was needed."""
-    parts, moved = common.deal_dirichlet(LABELS, clients, alpha, seed, 10)
+    parts, moved = common.dirichlet_partition(LABELS, clients, alpha, seed, 10)
     assert (digest(parts), moved) == (expected, 0)
 
 
@@ -100,7 +100,7 @@ def test_dirichlet_ends_with_the_fewest_samples_moved(monkeypatch, clients, alph
     monkeypatch.setattr(
         partitions, "fill_up", lambda owner, *words: before.append(owner) or fill_up(owner, *words)
     )
-    parts, moved = common.deal_dirichlet(LABELS, clients, alpha, 0, 10)
+    parts, moved = common.dirichlet_partition(LABELS, clients, alpha, 0, 10)
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
     owner = np.empty(3000, np.int64)
     for k, part in enumerate(parts):

@@ -13,11 +13,13 @@ from methods import final, needed
 from runs import equal, rows_of
 
 import common
+import engine
+import run_folder
 
 
 def pool_of(count):
     """Return a Pool of so many workers that are threads, and close it afterwards."""
-    return common.Pool(object, torch.device("cpu"), count, 1)
+    return engine.Pool(object, torch.device("cpu"), count, 1)
 
 
 def test_threads_wait_for_a_slow_first_client():
@@ -112,7 +114,7 @@ def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
     """Rows and weights are those of one worker, with what clients and methods keep and draw."""
     argv = "--clients 6 --rounds 2 --local-steps 3 --persist-opt --workers 1".split()
     expected = final("scaffold", tmp_path / "one", *argv)
-    train_batch, full = common.Worker._train_batch, []
+    train_batch, full = engine.Worker._train_batch, []
 
     def filling(worker, step, size):
         train_batch(worker, step, size)
@@ -127,15 +129,15 @@ def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
         pool.workers += new
         return new
 
-    monkeypatch.setattr(common.Worker, "full", False, raising=False)
-    monkeypatch.setattr(common.Worker, "_train_batch", filling)
-    monkeypatch.setattr(common.Pool, "_grow", grow)
-    monkeypatch.setattr(common.Pool, "plan", lambda args: (0, common.CORES))
+    monkeypatch.setattr(engine.Worker, "full", False, raising=False)
+    monkeypatch.setattr(engine.Worker, "_train_batch", filling)
+    monkeypatch.setattr(engine.Pool, "_grow", grow)
+    monkeypatch.setattr(engine.Pool, "plan", lambda args: (0, common.CORES))
     found = final("scaffold", tmp_path / "four", *argv)
     assert len(full) == 2
     assert same(expected[0], found[0])
     assert rows_of(tmp_path / "one") == rows_of(tmp_path / "four")
-    a, b = (common.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "four"))
+    a, b = (run_folder.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "four"))
     assert equal(a, b)
 
 
@@ -177,7 +179,7 @@ def test_a_map_over_workers_is_in_order():
 @pytest.mark.parametrize("name", ["rfedavg", "rfedavg_dp", "rfedavg_code"])
 def test_the_second_synchronisation_is_shared(tmp_path, monkeypatch, name):
     """By the three workers, each with the new global weights; the result is one worker's."""
-    seen, begin = {}, common.Pool.map_workers
+    seen, begin = {}, engine.Pool.map_workers
 
     def map_workers(pool, f, clients):
         def call(worker, client):
@@ -192,10 +194,10 @@ def test_the_second_synchronisation_is_shared(tmp_path, monkeypatch, name):
     monkeypatch.setattr(common, "CORES", 1)
     argv = [*"--clients 3 --local-steps 2 --model cnn".split(), *needed(name)]
     one = final(name, tmp_path / "one", *argv, "--workers", "1")
-    monkeypatch.setattr(common.Pool, "map_workers", map_workers)
+    monkeypatch.setattr(engine.Pool, "map_workers", map_workers)
     three = final(name, tmp_path / "three", *argv, "--workers", "3")
     assert same(one[0], three[0])
-    a, b = (common.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "three"))
+    a, b = (run_folder.load(tmp_path / out / "checkpoint.pt")["server"] for out in ("one", "three"))
     assert equal(a, b)
     assert len(seen) == 3
     assert all(same(dict(enumerate(seen[0])), dict(enumerate(net))) for net in seen.values())
@@ -215,5 +217,5 @@ def test_freed_memory_is_kept(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     for library in (SimpleNamespace(mallopt=noted), SimpleNamespace()):
         monkeypatch.setattr(ctypes, "CDLL", lambda _, library=library: library)
-        common.keep_freed_memory()
+        engine.keep_freed_memory()
     assert taken == [(-1, 2**31 - 1, 1), (-3, 2**25, 1)]

@@ -10,6 +10,8 @@ from conftest import TINY, args_of, from_shell, same
 from methods import SCRIPTS
 
 import common
+import engine
+import run_folder
 import fedalign
 import fedavg
 import moon
@@ -61,7 +63,7 @@ def test_other_ends_of_a_run_are_exceptions_too(tmp_path, monkeypatch, capsys, e
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(common, "measure_round", fails)
+    monkeypatch.setattr(engine, "measure_round", fails)
     with pytest.raises(kind) as raised:
         fedavg.main([*TINY, "--local-steps", "1", "--out", str(tmp_path / "run")])
     if kind is KeyboardInterrupt:
@@ -160,7 +162,7 @@ def test_stopped_and_resumed_is_the_whole_run(tmp_path):
     out = tmp_path / "cut"
     net, rows = fedavg.main([*words, "--out", str(out)], run=run)
     assert [row["round"] for row in rows] == [1, 2, 3]
-    assert same(common.load(out / "model.pt"), net.state_dict())
+    assert same(run_folder.load(out / "model.pt"), net.state_dict())
     assert (out / "checkpoint.pt").exists()
     assert json.loads((out / "config.json").read_text())["stopped"] == 3
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
@@ -181,7 +183,7 @@ def test_a_stopped_run_that_goes_on_keeps_no_older_model(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(common.RunFolder, "append", fails)
+    monkeypatch.setattr(run_folder.RunFolder, "append", fails)
     with pytest.raises(OSError):
         fedavg.main([*words, "--resume"])
     assert not (tmp_path / "run" / "model.pt").exists()

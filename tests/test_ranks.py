@@ -23,7 +23,7 @@ from test_docs import write_scripts
 import common
 import fedavg
 import scaffold
-from extras import ranks as engine
+from extras import ranks as torchrun
 from methods import ROOT
 
 STEPS = ["--rounds", "3", "--local-steps", "3", "--workers"]
@@ -129,6 +129,7 @@ def main():
 DIFFERING = """
 import contextlib, functools, os, sys
 from unittest.mock import patch
+import extras.glyphs
 import torch
 import common, fedavg, scaffold
 
@@ -159,7 +160,7 @@ def main():
     attempt(b, changed=(common, "CORES", RANK + 1))
     update = [fedavg.local_update, scaffold.local_update][RANK]
     attempt(b, changed=(fedavg, "local_update", update))
-    attempt(b, changed=(common, "GLYPHS", [(600, 200), (500, 200)][RANK]))
+    attempt(b, changed=(extras.glyphs, "GLYPHS", [(600, 200), (500, 200)][RANK]))
     torch.manual_seed(RANK)
     x, y = torch.randn(60, 12), torch.randint(0, 3, (60,))
     net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(12, 3))
@@ -232,15 +233,15 @@ def test_ranks_that_differ_are_refused(from_python):
 
 
 def test_a_version_is_of_all_files_of_the_engine(tmp_path, monkeypatch):
-    before = engine.versions()
+    before = torchrun.versions()
     (tmp_path / "extras").mkdir()
-    for name in ("common.py", "extras/ranks.py"):
+    for name in (*torchrun.OURS, "extras/ranks.py"):
         (tmp_path / name).write_text(f"# {name}")
     monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
-    found = [before, engine.versions()]
+    found = [before, torchrun.versions()]
     for name in ("common.py", "extras/ranks.py"):
         (tmp_path / name).write_text("# changed")
-        found.append(engine.versions())
+        found.append(torchrun.versions())
     assert len({version["common.py and extras/"] for version in found}) == 4
 
 
@@ -265,14 +266,14 @@ def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
 
 
 DYING = """
-import os, signal, common
-keep_round = common.keep_round
+import os, signal, engine
+keep_round = engine.keep_round
 def dying(fed, row):
     keep_round(fed, row)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and row["round"] == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-common.keep_round = dying
+engine.keep_round = dying
 """
 
 
@@ -310,7 +311,7 @@ def test_interrupt(tmp_path):
     ],
 )
 def test_the_longest_go_first(costs, ranks, owners):
-    assert engine.share(costs, ranks) == owners
+    assert torchrun.share(costs, ranks) == owners
 
 
 def test_views_keep_layout_and_alignment():
@@ -322,7 +323,7 @@ def test_views_keep_layout_and_alignment():
         torch.zeros(0),
         torch.tensor(2.5).double(),
     ]
-    buffer, parts = engine.views([engine.layout(t) for t in tensors], "cpu")
+    buffer, parts = torchrun.views([torchrun.layout(t) for t in tensors], "cpu")
     assert buffer.dtype == torch.uint8
     for t, part in zip(tensors, parts):
         part.copy_(t)
@@ -341,23 +342,23 @@ def test_views_keep_layout_and_alignment():
 )
 def test_flags_under_torchrun(monkeypatch, argv, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(engine, "LOCAL_RANK", 2)
+    monkeypatch.setattr(torchrun, "LOCAL_RANK", 2)
     args = common.flags("", "fedavg").parse_args(argv)
     with pytest.raises(common.UserError, match=f"argument {words}"):
-        engine.join(args)
+        torchrun.join(args)
 
 
 def test_only_an_attempt_of_the_same_torchrun_is_resumed(tmp_path, monkeypatch):
     """A folder that was there before is refused, restarted or not."""
     out = tmp_path / "run"
     fedavg.main([*TINY, "--local-steps", "1", "--rounds", "1", "--out", str(out)])
-    monkeypatch.setattr(engine, "STARTER", "abc")
-    assert not engine.began_here(out)
-    assert not engine.began_here(tmp_path)
+    monkeypatch.setattr(torchrun, "STARTER", "abc")
+    assert not torchrun.began_here(out)
+    assert not torchrun.began_here(tmp_path)
     config = json.loads((out / "config.json").read_text())
     config.pop("crc32", None)
     (out / "config.json").write_text(json.dumps(config | {"torchrun": "abc"}))
-    assert engine.began_here(out)
+    assert torchrun.began_here(out)
 
 
 def test_one_process_loads_nothing_of_torchrun(monkeypatch):

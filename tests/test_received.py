@@ -8,6 +8,7 @@ import torch.nn as nn
 from conftest import TINY, flags, parts_of, same
 
 import common
+import run_folder
 import fedavg
 
 
@@ -190,7 +191,7 @@ def test_own_data_and_network(tmp_path):
     net, rows = trained("--rounds", "4", "--out", str(tmp_path / "whole"))
     assert (len(rows), rows[0]["samples"]) == (4, 90)
     assert net[1].in_features == 36
-    config = common.read_config(tmp_path / "whole")
+    config = run_folder.read_config(tmp_path / "whole")
     assert config["flags"]["dataset"].startswith("own-")
     assert config["flags"]["model"].startswith("own-")
     assert config["script"] == "mine"

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from conftest import flags
 
 import common
+import engine
+import extras.glyphs
 import fedavg
 
 
@@ -32,10 +34,10 @@ def test_rmsprop(persist):
     b <- 0.9 b + g / (sqrt(s) + 1e-8), v <- v - lr b, s and b kept or not."""
     argv = "--optimizer rmsprop --momentum 0.9 --lr 0.001 --weight-decay 0.01".split()
     args = flags(*argv, *["--persist-opt"] * persist)
-    data = Double(**vars(common.glyphs()))
+    data = Double(**vars(extras.glyphs.glyphs()))
     torch.manual_seed(0)
     net = common.build_net("cnn", 62).double()
-    worker = common.Worker(net, data, args, 8)
+    worker = engine.Worker(net, data, args, 8)
     client = common.Client(1, np.arange(32), {})
     reference = common.build_net("cnn", 62).double()
     v = {k: p.detach().clone() for k, p in net.named_parameters()}

@@ -20,6 +20,9 @@ from methods import SCRIPTS, needed
 from runs import assert_equal_runs, config_of, rounds_in, rows_of, start, without_checksums
 
 import common
+import engine
+import run_folder
+import extras.glyphs
 import fedavg
 import fedprox
 import scaffold
@@ -154,7 +157,7 @@ def four_rounds(tmp_path_factory):
     """The folder of a run of four rounds, not to be changed."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "GLYPHS", (600, 200))
+        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
         torch.set_num_threads(1)
         fedavg.main([*FOUR, "--out", str(out)])
     return out
@@ -221,7 +224,7 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
 
     out, whole = tmp_path / "cut", tmp_path / "whole"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(common.RunFolder, "append", killed_in(2, common.RunFolder.append))
+        patch.setattr(run_folder.RunFolder, "append", killed_in(2, run_folder.RunFolder.append))
         fedavg.main([*argv, "--rounds", "2", "--out", str(out)])
     assert [row["test_acc"] for row in rows_of(out)] == [None]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
@@ -231,7 +234,10 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
     fedavg.main(["--out", str(out), "--resume"])
     fedavg.main([*argv, "--rounds", "4", "--out", str(whole)])
     assert_equal_runs(whole, out)
-    assert common.load(out / "best.pt").stamp["round"] == common.best_row(rows_of(out))["round"]
+    assert (
+        run_folder.load(out / "best.pt").stamp["round"]
+        == run_folder.best_row(rows_of(out))["round"]
+    )
 
 
 def test_a_damaged_best_model_is_found_on_resume(tmp_path):
@@ -244,8 +250,8 @@ def test_a_damaged_best_model_is_found_on_resume(tmp_path):
     with pytest.raises(common.UserError, match="best.pt: not a readable model"):
         fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
     assert (out / "metrics.jsonl").read_bytes() == before
-    weights = common.load(out / "model.pt")
-    common.save(weights, out / "best.pt", {**weights.stamp, "round": 9})
+    weights = run_folder.load(out / "model.pt")
+    run_folder.save(weights, out / "best.pt", {**weights.stamp, "round": 9})
     with pytest.raises(common.UserError, match="best.pt: its round is 9"):
         fedavg.main(["--out", str(out), "--resume", "--rounds", "3"])
     (out / "best.pt").unlink()
@@ -259,7 +265,7 @@ def test_a_missing_best_model_is_told(tmp_path, capsys):
     fedavg.main([*TINY, "--local-steps", "1", "--out", str(out)])
     (out / "best.pt").unlink()
     fedavg.main(["--out", str(out), "--resume"])
-    t = common.best_row(rows_of(out))["round"]
+    t = run_folder.best_row(rows_of(out))["round"]
     line = f"{out / 'best.pt'}: missing, and with it the model of round {t}, the best\n"
     assert capsys.readouterr().err == line
 
@@ -267,7 +273,7 @@ def test_a_missing_best_model_is_told(tmp_path, capsys):
 def test_other_versions_are_told(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     fedavg.main([*TINY, "--rounds", "1", "--local-steps", "1", "--out", str(out)])
-    monkeypatch.setitem(common.VERSIONS, "torch", "9.0.0")
+    monkeypatch.setitem(run_folder.VERSIONS, "torch", "9.0.0")
     fedavg.main(["--out", str(out), "--resume"])
     assert capsys.readouterr().err == f"{out}: began with torch {torch.__version__} (now 9.0.0)\n"
 
@@ -279,10 +285,12 @@ def test_best_waits_for_its_checkpoint(tmp_path):
     accuracies = iter([10.0, 20.0, 30.0])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(common, "evaluate", lambda *_: (next(accuracies), 1.0))
-        patch.setattr(common.RunFolder, "checkpoint", killed_in(3, common.RunFolder.checkpoint))
+        patch.setattr(
+            run_folder.RunFolder, "checkpoint", killed_in(3, run_folder.RunFolder.checkpoint)
+        )
         fedavg.main(argv)
-    assert common.load(out / "best.pt").stamp["round"] == 2
-    assert common.load(out / "best-3.pt").stamp["round"] == 3
+    assert run_folder.load(out / "best.pt").stamp["round"] == 2
+    assert run_folder.load(out / "best-3.pt").stamp["round"] == 3
     assert not (out / "best-1.pt").exists()
 
 
@@ -338,7 +346,7 @@ def test_a_new_folder_is_taken_by_the_first(tmp_path, capsys, monkeypatch):
 
 def test_two_run_folders_on_one_path(tmp_path):
     args = flags("--out", str(tmp_path / "run"))
-    first, second = common.RunFolder(args), common.RunFolder(args)
+    first, second = run_folder.RunFolder(args), run_folder.RunFolder(args)
     first.take()
     with pytest.raises(common.UserError, match="another process"):
         second.take()
@@ -359,7 +367,7 @@ def test_two_run_folders_on_one_path(tmp_path):
 def test_a_folder_that_goes_before_it_is_locked(tmp_path, monkeypatch, again):
     """Its owner fails and removes it; a third process may have made one of that name again."""
     out = tmp_path / "run"
-    folder, flock = common.RunFolder(flags("--out", str(out))), fcntl.flock
+    folder, flock = run_folder.RunFolder(flags("--out", str(out))), fcntl.flock
 
     def late(lock, how):
         out.rmdir()
@@ -372,7 +380,7 @@ def test_a_folder_that_goes_before_it_is_locked(tmp_path, monkeypatch, again):
         folder.take()
     folder.close()
     assert out.exists() == again
-    assert not common.LOCKS
+    assert not run_folder.LOCKS
 
 
 def test_runs_of_other_data_or_code_are_others(tmp_path):
@@ -380,7 +388,7 @@ def test_runs_of_other_data_or_code_are_others(tmp_path):
 
     def run_id(out, digest, parts):
         code = argparse.Namespace(parts=parts, files=())
-        folder = common.RunFolder(flags("--out", str(tmp_path / out)), code)
+        folder = run_folder.RunFolder(flags("--out", str(tmp_path / out)), code)
         folder.know_data({"samples": digest})
         folder.out.mkdir()
         folder.create(1, 1)
@@ -399,7 +407,7 @@ def test_runs_of_other_data_or_code_are_others(tmp_path):
 def test_a_forked_process_does_not_hold_the_lock(tmp_path):
     """One that decodes images for a run outlives it by seconds when the run is killed."""
     args = flags("--out", str(tmp_path / "run"))
-    first, second = common.RunFolder(args), common.RunFolder(args)
+    first, second = run_folder.RunFolder(args), run_folder.RunFolder(args)
     first.take()
     reader, writer = os.pipe()
     child = os.fork()
@@ -415,7 +423,7 @@ def test_a_forked_process_does_not_hold_the_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        common.LOCKS.discard(first.lock)
+        run_folder.LOCKS.discard(first.lock)
         second.close()
 
 
@@ -586,7 +594,7 @@ def run_to_damage(tmp_path_factory):
     """The folder of a run of two rounds."""
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "GLYPHS", (600, 200))
+        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
         torch.set_num_threads(1)
         fedavg.main([*TINY, "--out", str(out)])
     return out
@@ -756,13 +764,13 @@ def test_a_flipped_bit_of_config_or_rows(damaged):
 
 
 def config_read(path):
-    return [common.read_config(path.parent)]
+    return [run_folder.read_config(path.parent)]
 
 
 def read_rows(path):
     """Return all rows; UserError for a damaged one."""
     try:
-        return list(common.read_rows(path.read_bytes().splitlines(), config_of(path.parent)))
+        return list(run_folder.read_rows(path.read_bytes().splitlines(), config_of(path.parent)))
     except ValueError as e:
         raise common.UserError(e) from None
 
@@ -882,9 +890,9 @@ def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
     fedavg.main([*words, "--rounds", "1"])
     more = ["--out", str(out), "--resume", "--rounds", "3"]
     for owner, name, rounds in (
-        (common, "measure_round", 1),
-        (common.RunFolder, "write_config", 1),
-        (common.RunFolder, "exchange_clients", 3),
+        (engine, "measure_round", 1),
+        (run_folder.RunFolder, "write_config", 1),
+        (run_folder.RunFolder, "exchange_clients", 3),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             patch.setattr(owner, name, raise_killed)
@@ -893,7 +901,7 @@ def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
         assert (out / "model.pt").exists()
         assert len(list((out / "clients").iterdir())) == 4
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(common.RunFolder, "append", raise_killed)
+        patch.setattr(run_folder.RunFolder, "append", raise_killed)
         fedavg.main(more[:-2])
     assert not (out / "model.pt").exists()
     assert not (out / "clients").exists()

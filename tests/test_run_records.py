@@ -18,7 +18,7 @@ from makers import (
 )
 from runs import config_of, rows_of, without_checksums
 
-import common
+import run_folder
 import fedavg
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
@@ -369,15 +369,15 @@ def test_rows_of_older_runs(tmp_path, capsys):
     config, before, rows = config_of(out), {}, []
     del config["rows_crc32"]
     for row in read_rows(out):
-        before = common.sealed(row, before.get("crc32", 0))
+        before = run_folder.sealed(row, before.get("crc32", 0))
         rows.append(before)
     write_rows(out, rows)
     assert run_compare(capsys, out)[0] == 2
-    (out / "config.json").write_text(json.dumps(common.sealed(config)))
+    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     assert run_compare(capsys, out)[0] == 0 and rows_of(out) == expected
-    state = common.load(out / "checkpoint.pt")
+    state = run_folder.load(out / "checkpoint.pt")
     stamp = {**state.stamp, "rows_checksum": rows[-1]["crc32"]}
-    common.save(dict(state), out / "checkpoint.pt", stamp)
+    run_folder.save(dict(state), out / "checkpoint.pt", stamp)
     fedavg.main(["--out", str(out), "--resume", "--rounds", "3", "--quiet"])
     assert rows_of(out)[:2] == expected and len(rows_of(out)) == 3
     without_checksums(out)

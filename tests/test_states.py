@@ -9,6 +9,9 @@ from conftest import TINY, refused, same
 from runs import assert_equal_runs, without_checksums
 
 import common
+import engine
+import run_folder
+import extras.glyphs
 import scaffold
 
 
@@ -18,7 +21,7 @@ def state_of(value):
 
 @pytest.fixture
 def states(tmp_path):
-    found = common.States(tmp_path / "states")
+    found = run_folder.States(tmp_path / "states")
     found.folder.mkdir()
     return found
 
@@ -67,7 +70,7 @@ def test_a_checkpoint_leads_back_to_its_versions(states):
     keep(states, 7, 2.0, 2)
     keep(states, 9, 2.0, 2)
     (states.folder / "9-3.pt.12.tmp").write_bytes(b"cut")
-    again = common.States(states.folder)
+    again = run_folder.States(states.folder)
     again.read_table(table)
     again.restore(1)
     assert names(again) == ["7-1.pt"]
@@ -85,7 +88,7 @@ def test_a_state_that_was_emptied_stays_empty(states):
 
 def test_the_cache_is_bounded(states, monkeypatch):
     """The newest states stay; 28 bytes each, room for three of them."""
-    monkeypatch.setattr(common.States, "CACHE", 100)
+    monkeypatch.setattr(run_folder.States, "CACHE", 100)
     for k in range(9):
         keep(states, k, float(k), 1)
     assert list(states.cache) == [6, 7, 8]
@@ -97,7 +100,7 @@ def test_the_cache_is_bounded(states, monkeypatch):
 def test_a_cached_state_of_an_earlier_version_is_not_used(states):
     """As where another process trained the client since."""
     keep(states, 7, 1.0, 1)
-    other = common.States(states.folder)
+    other = run_folder.States(states.folder)
     other.read_table(states.table())
     states.note(7, other.write(7, state_of(2.0), 2))
     assert states.read(7)["c"][1] == 2
@@ -105,7 +108,7 @@ def test_a_cached_state_of_an_earlier_version_is_not_used(states):
 
 def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
     """And none before: once a checkpoint, in the last of two rounds."""
-    events, save, sync = [], common.save, common.sync_path
+    events, save, sync = [], run_folder.save, run_folder.sync_path
 
     def noted(call):
         def noting(*args):
@@ -114,8 +117,8 @@ def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
 
         return noting
 
-    monkeypatch.setattr(common, "save", noted(save))
-    monkeypatch.setattr(common, "sync_path", noted(sync))
+    monkeypatch.setattr(run_folder, "save", noted(save))
+    monkeypatch.setattr(run_folder, "sync_path", noted(sync))
     argv = [*TINY, "--checkpoint-every", "2", "--local-steps", "1", "--eval-every", "2"]
     scaffold.main([*argv, "--out", str(tmp_path / "run")])
     events = [name for name in events if not re.match("run|best|model", name)]
@@ -128,10 +131,10 @@ def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
     """Not at the start of a resumed run; without a cache as with one."""
     argv = [*TINY, "--clients", "6", "--sample", "0.5", "--local-steps", "2"]
     scaffold.main([*argv, "--rounds", "5", "--out", str(tmp_path / "whole")])
-    monkeypatch.setattr(common.States, "CACHE", 0)
-    out, seen, load = tmp_path / "cut", [], common.States._load
+    monkeypatch.setattr(run_folder.States, "CACHE", 0)
+    out, seen, load = tmp_path / "cut", [], run_folder.States._load
     monkeypatch.setattr(
-        common.States,
+        run_folder.States,
         "_load",
         lambda self, path, sum_: (seen.append(path), load(self, path, sum_))[1],
     )
@@ -144,7 +147,9 @@ def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
     scaffold.main(["--out", str(out), "--resume", "--rounds", "5"])
     assert_equal_runs(tmp_path / "whole", out)
     for path in (tmp_path / "whole" / "states").iterdir():
-        a, b = (common.load(folder / path.name)["c"] for folder in (path.parent, out / "states"))
+        a, b = (
+            run_folder.load(folder / path.name)["c"] for folder in (path.parent, out / "states")
+        )
         assert same(dict(enumerate(a)), dict(enumerate(b)))
 
 
@@ -152,18 +157,18 @@ def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
 def original(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "GLYPHS", (600, 200))
+        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
         torch.set_num_threads(1)
         scaffold.main([*TINY, "--local-steps", "1", "--rounds", "1", "--out", str(out)])
     return out
 
 
 def other_shape(path):
-    common.save({"c": [torch.zeros(3)]}, path)
+    run_folder.save({"c": [torch.zeros(3)]}, path)
 
 
 def other_type(path):
-    common.save(common.tree_map(torch.Tensor.double, common.load(path)), path)
+    run_folder.save(common.tree_map(torch.Tensor.double, run_folder.load(path)), path)
 
 
 def other_client(path):
@@ -195,7 +200,7 @@ def test_a_missing_state_is_one_line_at_once(tmp_path, capsys, monkeypatch, orig
     out = shutil.copytree(original, tmp_path / "run")
     (out / "states" / "1-1.pt").unlink()
     (out / "states" / "1-9.pt").write_bytes(b"")
-    monkeypatch.setattr(common.Worker, "train", None)
+    monkeypatch.setattr(engine.Worker, "train", None)
     argv = ["--out", out, "--resume", "--rounds", "2"]
     refused(capsys, scaffold, argv, "states/1-1.pt", "no such client state")
     assert (out / "states" / "1-9.pt").exists()

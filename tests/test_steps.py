@@ -9,6 +9,7 @@ from methods import METHODS, ROOT, SHORT, VARIANTS, final, final_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import engine
 
 
 # --rule code changes what is drawn, not the step
@@ -29,7 +30,7 @@ def test_one_closure_serves_all_clients(tmp_path, monkeypatch, one_thread, name,
     It is what a captured CUDA graph does."""
     argv = [*SHORT, *more.split()]
     expected = final_once(name, tmp_path / "each", *argv)
-    monkeypatch.setattr(common.Worker, "keep_first_step", True)
+    monkeypatch.setattr(engine.Worker, "keep_first_step", True)
     assert same(expected, final(name, tmp_path / "first", *argv)[0])
 
 
@@ -49,7 +50,7 @@ def test_the_closure_test_catches_a_stale_tensor(tmp_path, monkeypatch):
     module.__file__ = "broken.py"
     exec(compile(broken, "broken.py", "exec"), vars(module))
     expected = trained(module, tmp_path / "each")
-    monkeypatch.setattr(common.Worker, "keep_first_step", True)
+    monkeypatch.setattr(engine.Worker, "keep_first_step", True)
     assert not same(expected, trained(module, tmp_path / "first"))
 
 
@@ -108,7 +109,7 @@ def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, one_thread, name
     """Whole steps, from the choice of samples to the optimizer.
 
     In both rounds: in the second methods have their last models."""
-    step = common.Worker._step
+    step = engine.Worker._step
     sizes = []
 
     def watched(worker, f, size):
@@ -116,7 +117,7 @@ def test_steps_never_wait_for_the_device(tmp_path, monkeypatch, one_thread, name
             step(worker, f, size)
         sizes.append(size)
 
-    monkeypatch.setattr(common.Worker, "_step", watched)
+    monkeypatch.setattr(engine.Worker, "_step", watched)
     argv = ["--workers", "1", "--rounds", "2", "--local-steps", "4"]
     final(name, tmp_path / "run", *argv, *more.split())
     assert len(sizes) > 3

@@ -10,6 +10,7 @@ from conftest import TINY, flags, from_shell, needs_gpu, same
 from support import make_sent140, refused, text_flags
 
 import common
+import engine
 import fedmlb
 from extras import text
 
@@ -313,7 +314,7 @@ def test_methods_on_text(tmp_path, method):
     assert all(v.isfinite().all() for v in net.state_dict().values())
     assert rows[0]["train_loss"] != rows[2]["train_loss"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Worker, "keep_first_step", True)
+        patch.setattr(engine.Worker, "keep_first_step", True)
         other, _ = script.main([*argv, "--out", str(tmp_path / "again")])
     assert same(net.state_dict(), other.state_dict())
 

@@ -8,6 +8,7 @@ from PIL import Image
 from support import make_femnist
 
 import common
+import extras.glyphs
 import fedavg
 from analysis import partition as analysis_partition
 from extras import partitions, readers
@@ -57,7 +58,7 @@ def test_client_test_indices_follow_the_classes():
 
 def test_client_test_indices_are_of_the_clients_classes():
     args = flags("--partition", "similarity", "--similarity", "0", "--clients", "20")
-    data = common.glyphs()
+    data = extras.glyphs.glyphs()
     parts = common.partition(data, args)
     for part, test in zip(parts, partitions.client_test_indices(data, parts, args)):
         assert set(data.y_test[test].tolist()) <= set(data.y[part].tolist())
@@ -81,7 +82,7 @@ def test_client_accuracies(tmp_path):
     argv += "--rounds 3 --eval-every 2".split()
     net, rows = fedavg.main([*TINY, *argv, "--out", str(tmp_path / "run")])
     args = flags(*argv)
-    data = common.glyphs()
+    data = extras.glyphs.glyphs()
     accuracies = []
     for test in partitions.client_test_indices(data, common.partition(data, args), args):
         hits = net(data.normalise(data.x_test[test])).argmax(1) == data.y_test[test]

@@ -10,6 +10,7 @@ import re
 import shutil
 
 import common
+import run_folder
 from chaotic.world import METHODS, SIGHTS, difference, files_of, train
 from runs import rounds_in
 
@@ -136,7 +137,7 @@ def lost(folder, before):
     forgotten = re.compile(r"\.|best-\d+\.pt|clients\.\d+\.tmp")
     free = {p for p in before if any(map(forgotten.match, p.relative_to(folder).parts))}
     with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
-        table = common.load(out / "checkpoint.pt")["clients"]
+        table = run_folder.load(out / "checkpoint.pt")["clients"]
         named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
         free |= {p for p in before if p.parent == out / "states" and p.name not in named}
     rows = out / "metrics.jsonl"

@@ -12,12 +12,14 @@ import torch
 from PIL import Image
 
 import common
+import run_folder
+import extras.glyphs
 from chaotic.children import run
 from chaotic.cut import Cut
 from runs import rows_of
 
 common.NETS["cnn"] = lambda channels, size: common._plain(channels, size, (4,), 3, 0, (8,))
-common.GLYPHS = (120, 40)
+extras.glyphs.GLYPHS = (120, 40)
 FEDERATION = [
     *"--dataset folder --data-dir data --model cnn --augment none --partition iid".split(),
     *"--clients 3 --local-steps 2 --batch-size 6 --quiet --device cpu".split(),
@@ -119,7 +121,7 @@ def content(path):
     """Return what two files have in common that hold the same results."""
     if path.suffix == ".pt":
         with contextlib.suppress(common.UserError):
-            return common.load(path)
+            return run_folder.load(path)
     if path.name == "config.json":
         config = json.loads(path.read_text())
         return config["script"], {k: config["flags"][k] for k in ("rounds", "seed", "lr")}
