@@ -388,6 +388,9 @@ class States:
             self.cached -= nbytes(state)
         return state if cached == version else self._load(self.path(k, version), version[1])
 
+    def get(self, k, default):
+        return self.read(k) or default
+
     def _load(self, path, checksum):
         """Return the state in the file of this CRC-32; -1 of older runs, which knew none."""
         state = load(path, "client state")
@@ -629,6 +632,30 @@ class RunFolder:
         for folder in (latest, clients):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
+
+    def keep_client(self, fed, upload):
+        client, t = upload.client, fed.server["round"]
+        self.states.note(client.id, upload.version)
+        if self.args.save_clients and t == self.args.rounds:
+            stamp = self.stamp(t, client=client.id)
+            self.save(upload.weights, f"clients.{t}.tmp/{client.id}.pt", stamp)
+
+    def keep(self, fed, row):
+        t = row["round"]
+        if best_row([*self.rows, row]) is row:
+            self.save(fed.net.state_dict(), f"best-{t}.pt", self.stamp(t))
+        self.settle(fed)
+        self.append(row)
+        if t == self.args.rounds or t % self.args.checkpoint_every == 0:
+            self.checkpoint(fed)
+
+    def stop(self, fed):
+        self.checkpoint(fed)
+        self.config["stopped"] = fed.server["round"]
+        self.write_config()
+
+    def finish(self, net):
+        self.save(net.state_dict(), "model.pt", self.stamp_with_rows())
 
     def stamp(self, t, **more):
         """Return the stamp of a file of round t; empty in runs that were begun without."""

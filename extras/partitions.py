@@ -309,9 +309,9 @@ def label_counts(data, parts):
 def client_readings(fed, hits):
     """Return the readings of --client-test: of the global network, and of the clients' own.
 
-    fed: a engine.Federation; hits: (test samples,) which the global network has right."""
+    fed: a common.Federation; hits: (test samples,) which the global network has right."""
     found = client_summary(hits.numpy(), fed.tests)
-    if any("personal" in fed.folder.states.read(client) for client in fed.server["clients"]):
+    if any("personal" in fed.states.get(client, {}) for client in fed.server["clients"]):
         found |= client_summary(personal_hits(fed, hits).numpy(), fed.tests, "personal_acc")
     return found
 
@@ -322,23 +322,23 @@ def personal_hits(fed, hits):
     That is the global network with the weights in client.state["personal"], or without where a
     client has none. Samples that are no client's are as in hits. UserError for weights that are not
     the network's."""
-    net, weights, found = common.copy_net(fed.net), fed.net.state_dict(), hits.clone()
+    weights, found = fed.net.state_dict(), hits.clone()
 
     def own_hits(client):
         """Return which of a client's test samples its own network has right; None without one."""
-        personal, test = fed.folder.states.read(client).get("personal"), fed.tests[client]
+        personal, test = fed.states.get(client, {}).get("personal"), fed.tests[client]
         if personal is None or not len(test):
             return None
         _check_personal(personal, weights)
+        net = common.copy_net(fed.net)
         common.load_weights(net, weights | personal)
         index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
-        x, y = (t[index.to(t.device)] for t in (fed.data.x_test, fed.data.y_test))
         data = copy.copy(fed.data)  # which is not looked over again for each client
-        data.x_test, data.y_test = x, y
-        common.evaluate(net, data, fed.args, fed.pool.map, right)
+        data.x_test, data.y_test = (t[index.to(t.device)] for t in (data.x_test, data.y_test))
+        common.evaluate(net, data, fed.args, map, right)
         return right
 
-    for test, right in zip(fed.tests, fed.ranks.map(map)(own_hits, range(len(fed.tests)))):
+    for test, right in zip(fed.tests, fed.map(own_hits, range(len(fed.tests)))):
         if right is not None:
             found[torch.from_numpy(test)] = right.cpu()
     return found

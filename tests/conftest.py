@@ -1,3 +1,4 @@
+import argparse
 import pathlib
 import shutil
 import sys
@@ -36,6 +37,18 @@ def small_glyphs(monkeypatch):
 def same(a, b):
     """Return whether two state dicts are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def plainly(args, local_update, aggregate=None, after_round=None, adapt=None, **more):
+    """Train as common.run() does with --plain."""
+    return common.run(
+        argparse.Namespace(**{**vars(args), "plain": True, "workers": "auto"}),
+        local_update,
+        aggregate,
+        after_round,
+        adapt,
+        **more,
+    )
 
 
 def args_of(script, *argv):

@@ -8,15 +8,14 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY, flags, same
+from conftest import TINY, flags, plainly, same
 from methods import ROOT
 from test_docs import write_scripts
 
 import common
-import run_folder
 import extras.glyphs
 import fedavg
-import plain
+import run_folder
 
 PAGE = ROOT / "docs" / "add-a-method.md"
 
@@ -81,8 +80,8 @@ def test_a_client_without_a_step_weighs_none(fednova):
     args, data = flags("--drop-last"), extras.glyphs.glyphs()
     client = common.Client(0, torch.arange(20).numpy(), weight=0.5)
     net = common.prepare_net(data, args)
-    worker = plain.Worker(net, data, args, client, {"round": 1})
-    plain.train(worker, client, {"round": 1}, args, fednova.local_update)
+    worker = common.PlainWorker(net, data, args, client, {"round": 1})
+    common.train_client(worker, client, {"round": 1}, args, fednova.local_update)
     assert client.sums["a"].item() == 0
     assert not any(d.any() for d in client.sums["d"])
 
@@ -105,7 +104,7 @@ def test_fednova_is_equal_in_plain(tmp_path, monkeypatch, fednova):
     monkeypatch.setattr(common, "CORES", 1)
     words = [*TINY, "--workers", "1", "--drop-last", "--sample", "0.5"]
     net, _ = fednova.main([*words, "--out", str(tmp_path / "run")])
-    assert same(net.state_dict(), fednova.main(words, run=plain.run)[0].state_dict())
+    assert same(net.state_dict(), fednova.main(words, run=plainly)[0].state_dict())
 
 
 def test_the_contract_is_whole():

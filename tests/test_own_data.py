@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import TINY, flags, make_folder, refusal, refused, same
+from conftest import TINY, flags, make_folder, plainly, refusal, refused, same
 from PIL import Image
 
 import common
 import extras.glyphs
 import fedavg
-import plain
 from extras import images, partitions
 
 BARE = [word for word in TINY if word not in ("--dataset", "glyphs", "--model", "cnn")]
@@ -82,7 +81,7 @@ def test_sequences_of_numbers(tmp_path):
     args = flags("--partition", "iid")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(20, 5), Last(), common.Classifier(7, 2))
-    plain.run(args, fedavg.local_update, data=data, net=net)
+    plainly(args, fedavg.local_update, data=data, net=net)
 
 
 def test_signals_of_bytes_are_normalised_by_channel():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import TINY, plainly
 from methods import METHODS, ROOT, SCRIPTS, needed
 from test_docs import blocks_of
 
@@ -14,7 +14,6 @@ import common
 import fedalign
 import fedcka
 import moon
-import plain
 import scaffold
 
 PAGE = ROOT / "docs" / "add-a-method.md"
@@ -66,7 +65,7 @@ def used(name, monkeypatch):
         def after(worker, *rest):
             after_round(Seen(worker, names), *rest)
 
-        plain.run(args, update, aggregate, after if after_round else None, adapt)
+        plainly(args, update, aggregate, after if after_round else None, adapt)
 
     monkeypatch.setattr(common, "evaluate", lambda *_: (0.0, 0.0))
     for more in [[], *VARIANTS.get(name, [])]:

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import TINY, refusal, refused, same
+from conftest import TINY, plainly, refusal, refused, same
 from methods import SCRIPTS
 
 import common
 import extras.glyphs
 import fedavg
-import plain
 from analysis.runs import open_run
 from extras import networks
 
@@ -279,7 +278,7 @@ def test_init_starts_from_the_weights(tmp_path, monkeypatch):
     args = common.flags("x", "x").parse_args(words)
     assert same(common.prepare_net(extras.glyphs.glyphs(), args).state_dict(), first.state_dict())
     weights = fedavg.main([*words, "--out", str(tmp_path / "b")])[0].state_dict()
-    assert same(weights, fedavg.main(words, run=plain.run)[0].state_dict())
+    assert same(weights, fedavg.main(words, run=plainly)[0].state_dict())
     other = fedavg.main([*TINY, "--out", str(tmp_path / "c")])[0].state_dict()
     assert not same(weights, other)
     config = json.loads((tmp_path / "b" / "config.json").read_text())

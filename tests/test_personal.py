@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, flags, same
+from conftest import TINY, flags, plainly, same
 from test_docs import ROOT, write_scripts
 
 import common
@@ -15,7 +15,6 @@ import engine
 import run_folder
 import extras.glyphs
 import fedavg
-import plain
 from extras import partitions
 
 WORDS = [*TINY, "--rounds", "3", "--sample", "0.5", "--local-steps", "4"]
@@ -35,11 +34,11 @@ def scripts(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["fedper", "ditto"])
 def test_engine_and_resume(tmp_path, monkeypatch, scripts, name):
-    """plain.run() and a resumed run end with the same weights, clients' own included."""
+    """plainly() and a resumed run end with the same weights, clients' own included."""
     monkeypatch.setattr(common, "CORES", 1)  # sums inside operators depend on threads
     main = scripts[name].main
     net, rows = main([*WORDS, "--client-test", "--workers", "1", "--out", str(tmp_path / "a")])
-    assert same(net.state_dict(), main(WORDS, run=plain.run)[0].state_dict())
+    assert same(net.state_dict(), main(WORDS, run=plainly)[0].state_dict())
     cut = ["--client-test", "--workers", "1", "--out", str(tmp_path / "b")]
     main([*WORDS, *cut, "--rounds", "2"])
     again, resumed = main(["--out", str(tmp_path / "b"), "--resume", "--rounds", "3"])

@@ -1,14 +1,15 @@
-"""plain.py trains every method to the weights of common.run(), bit for bit."""
+"""--plain trains every method to the weights of the engine, bit for bit."""
+
+import json
 
 import pytest
 import torch
 import torch.nn as nn
-from conftest import TINY, flags, same
+from conftest import TINY, flags, plainly, refused, same
 from methods import METHODS, SCRIPTS, SHORT, VARIANTS, final_once, needed
 
 import common
 import fedavg
-import plain
 
 ENGINE = [  # what the engine does beside the method's steps
     "--augment rotate10,crop,flip",
@@ -41,10 +42,10 @@ def unevaluated(monkeypatch):
 
 
 def check(name, out, *argv):
-    """Check that plain.run() and common.run() end with the same weights, which are finite."""
+    """Check that the plain run and the engine end with the same weights, which are finite."""
     argv = [*argv, "--workers", "1"] if "--workers" not in argv else argv
     words = [*TINY, *needed(name, argv), *argv]
-    weights = SCRIPTS[name].main(words, run=plain.run)[0].state_dict()
+    weights = SCRIPTS[name].main(words, run=plainly)[0].state_dict()
     assert all(v.isfinite().all() for v in weights.values())
     assert same(weights, final_once(name, out, *argv))
 
@@ -87,21 +88,70 @@ def test_own_data_and_network(tmp_path):
         return data, nn.Sequential(nn.Flatten(), nn.Linear(16, 8), common.Classifier(8, 3))
 
     results = []
-    for run in (plain.run, common.run):
+    for more in (["--plain"], ["--out", str(tmp_path / "run")]):
         data, net = own()
-        args = flags("--partition", "iid", "--out", str(tmp_path / run.__module__))
-        results.append(run(args, fedavg.local_update, data=data, net=net)[0].state_dict())
+        args = flags("--partition", "iid", *more)
+        results.append(common.run(args, fedavg.local_update, data=data, net=net)[0].state_dict())
     assert same(*results)
 
 
-def test_accuracies_are_those_of_the_run(tmp_path, capsys):
-    """plain.run() returns (round, accuracy, test loss)s, and prints them without --quiet."""
-    _, rows = fedavg.main([*TINY, "--out", str(tmp_path / "run")])
-    loud = [word for word in TINY if word != "--quiet"]
-    _, found = fedavg.main(loud, run=plain.run)
-    assert found == [(row["round"], row["test_acc"], row["test_loss"]) for row in rows]
+TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("fedavg", "--validation 0.1 --client-test --eval-every 2"),
+        ("fedavg", "--drop-last --batch-size 60 --precision bf16"),
+        ("rfedavg", "--sample 0.5"),
+        ("qfedavg", ""),
+        ("scaffold", "--client-test"),
+    ],
+)
+def test_rows_are_those_of_the_run(tmp_path, name, more):
+    """All but times, memory and checksums, server["report"] included."""
+    words = [*TINY, "--rounds", "3", "--workers", "1", *more.split()]
+    _, rows = SCRIPTS[name].main([*words, "--out", str(tmp_path / "run")])
+    _, found = SCRIPTS[name].main([*words, "--plain"])
+    assert [row.keys() - {"crc32"} for row in rows] == [row.keys() for row in found]
+    for a, b in zip(rows, found):
+        assert {k: a[k] for k in b if k not in TIMES} == {k: b[k] for k in b if k not in TIMES}
+        assert a["seconds"].keys() == b["seconds"].keys()
+
+
+def test_on_round_ends_a_plain_run(capsys):
+    """It says each round in a line; training ends after the next round that is evaluated."""
+    words = [word for word in TINY if word != "--quiet"]
+    args, seen = flags(*words, "--plain", "--rounds", "5", "--eval-every", "3"), []
+    args.quiet = False
+
+    def on_round(row, net):
+        seen.append(row["round"])
+        return row["round"] == 2
+
+    _, rows = common.run(args, fedavg.local_update, on_round=on_round)
+    assert seen == [1, 2, 3] and [row["round"] for row in rows] == [1, 2, 3]
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:9] for line in lines] == ["round   1", "round   2"]
+    starts = ["plain run", "round   1/5", "round   2/5", "round   3/5", "last "]
+    assert [line.startswith(start) for line, start in zip(lines, starts)] == [True] * 5
+
+
+def test_a_plain_run_keeps_what_out_asks_for(tmp_path, capsys):
+    """config.json, metrics.jsonl and model.pt; a folder that is there is not touched."""
+    out = tmp_path / "new" / "run"
+    net, rows = fedavg.main([*TINY, "--plain", "--out", str(out)])
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "metrics.jsonl", "model.pt"]
+    assert [json.loads(line) for line in (out / "metrics.jsonl").open()] == rows
+    assert same(torch.load(out / "model.pt", weights_only=True), net.state_dict())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["script"], config["flags"]["clients"]) == ("fedavg", 4)
+    refused(capsys, fedavg, [*TINY, "--plain", "--out", str(out)], "--out", "exists already")
+
+
+@pytest.mark.parametrize("more", [["--resume"], ["--workers", "2"], ["--save-clients"]])
+def test_what_a_plain_run_cannot_do(capsys, run, more):
+    more = [*more, "--out", str(run)] if more == ["--resume"] else [*TINY, *more]
+    refused(capsys, fedavg, ["--plain", *more], "argument --plain: not with --")
 
 
 def test_every_script_takes_run(tmp_path):
@@ -122,11 +172,3 @@ def test_threads_follow_the_engine_s(tmp_path, monkeypatch, unevaluated, workers
     monkeypatch.setattr(common, "CORES", 2)
     argv = "--model resnet56 --batch-size 16 --local-steps 3 --clients 2 --rounds 1".split()
     check("fedavg", tmp_path / "run", *argv, "--workers", workers)
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["nosuch"], ["common"], ["plain"]])
-def test_a_script_must_be_named(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        plain.main(words)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("plain.py: error: name a method's script first")

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import TINY, args_of, from_shell, same
+from conftest import TINY, args_of, from_shell, plainly, same
 from methods import SCRIPTS
 
 import common
@@ -15,7 +15,6 @@ import run_folder
 import fedalign
 import fedavg
 import moon
-import plain
 import scaffold
 
 MISTAKES = [
@@ -137,7 +136,7 @@ def test_plain_leaves_its_args_alone():
     net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(3 * 32 * 32, 62))
     args = common.flags("x", "x").parse_args([*TINY, "--rounds", "1", "--local-steps", "1"])
     before = dict(vars(args))
-    plain.run(args, fedavg.local_update, net=net)
+    plainly(args, fedavg.local_update, net=net)
     assert vars(args) == before
 
 
