@@ -633,12 +633,12 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
 
-    def keep_client(self, fed, upload):
-        client, t = upload.client, fed.server["round"]
-        self.states.note(client.id, upload.version)
+    def keep_client(self, fed, client, weights):
+        t = fed.server["round"]
+        self.states.note(client.id, client.version)
         if self.args.save_clients and t == self.args.rounds:
             stamp = self.stamp(t, client=client.id)
-            self.save(upload.weights, f"clients.{t}.tmp/{client.id}.pt", stamp)
+            self.save(weights, f"clients.{t}.tmp/{client.id}.pt", stamp)
 
     def keep(self, fed, row):
         t = row["round"]

@@ -104,4 +104,5 @@ def main(argv=None, run=common.run):
 
 
 if __name__ == "__main__":
-    main()
+    with common.one_line_errors():
+        main()

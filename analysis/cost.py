@@ -232,7 +232,7 @@ def images(args, samples):
 def prepare(call, samples, clients, worker_type=engine.Worker):
     """Return the Trial of a MethodCall on so many clients of that many synthetic samples each."""
     args = call.args
-    device = engine.set_up_device(args)
+    device = common.set_up_device(args)
     data = images(args, samples * clients).to(device)
     net = common.prepare_net(data, args, call.method.adapt)
     steps = len(common.batch_sizes(samples, args, False))
@@ -249,8 +249,9 @@ def train_and_aggregate(trial, pool, clients, server):
     def start(worker, client):
         return worker.train(client, server, weights, method.local_update)
 
-    for upload in pool.train(clients, start):
-        received.add(upload)
+    for trained in pool.train(clients, start):
+        if trained is not None:
+            received.add(*trained)
     method.aggregate(trial.net, received, server, trial.call.args)
 
 

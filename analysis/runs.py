@@ -20,7 +20,6 @@ import torch.nn as nn
 from tqdm import tqdm
 
 import common
-import engine
 import run_folder
 
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
@@ -178,7 +177,7 @@ def open_run(path, device="auto", data_dir=None):
         call = method_call(config["script"], words)
     except common.UserError as error:
         raise common.UserError(f"{path / 'config.json'}: {error}") from None
-    torch_device = engine.set_up_device(call.args)
+    torch_device = common.set_up_device(call.args)
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
     tests = common.client_tests(data, parts, call.args)

@@ -232,13 +232,13 @@ def memory(words, device):
     """GiB that evaluation reserves, beside the network and the images."""
     model, size, images = words[0], int(words[1]), int(words[2])
     args = common.flags("", "gpu").parse_args(["--device", device])
-    engine.set_up_device(args)
+    common.set_up_device(args)
     x, y = torch.zeros(images, 3, size, size, dtype=torch.uint8), torch.zeros(images).long()
     data = common.Data(x, y, x, y, 100).to(device)
     net = common.build_net(model, 100, 3, size).to(device, memory_format=torch.channels_last)
-    before = engine.peak_memory(torch.device(device))
+    before = common.peak_memory(torch.device(device))
     took = seconds(lambda: common.evaluate(net, data, args), device, 1)
-    peak = engine.peak_memory(torch.device(device))
+    peak = common.peak_memory(torch.device(device))
     return {"GiB": (peak - before) / 2**30, "images/s": images / took}
 
 

@@ -148,7 +148,7 @@ def full_table(clients):
         run_folder.load(path)
         read = time.perf_counter()
         size = path.stat().st_size
-    peak = engine.peak_memory(torch.device("cpu"))
+    peak = common.peak_memory(torch.device("cpu"))
     return {
         "clients": clients,
         "fill": filled - start,

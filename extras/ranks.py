@@ -256,16 +256,19 @@ class Ranks:
         """Return rank 0's answer, yes or no, on every rank."""
         return broadcast([bool(answer)], 0)[0]
 
-    def train(self, pool, clients, start):
-        """Yield the Uploads of all clients in order, as Pool.train() does, on every rank."""
-        self.watch.interrupt = pool.interrupt
-        worker = pool.workers[0]
-        sizes = [common.batch_sizes(len(c), worker.args, worker.batch_norm) for c in clients]
-        owners = share([len(steps) for steps in sizes], SIZE)
-        own = Own(pool, [c for c, owner in zip(clients, owners) if owner == RANK], start)
-        for client, owner in zip(clients, owners):
-            upload = own.next() if owner == RANK else None
-            yield exchange(client, upload, owner, worker, own)
+    def shared(self, pool):
+        """Return what trains clients as pool.train(clients, start) does, on every rank."""
+        self.watch.interrupt, worker = pool.interrupt, pool.workers[0]
+
+        def train(clients, start):
+            sizes = [common.batch_sizes(len(c), worker.args, worker.batch_norm) for c in clients]
+            owners = share([len(steps) for steps in sizes], SIZE)
+            own = Own(pool, [c for c, owner in zip(clients, owners) if owner == RANK], start)
+            for client, owner in zip(clients, owners):
+                trained = own.next() if owner == RANK else (client, None)
+                yield exchange(*trained, owner, worker, own)
+
+        return train
 
     def map(self, pool_map):
         """Return a map like pool_map, (f, items), to whose work every rank contributes."""
@@ -300,7 +303,7 @@ class Own:
     uploads are ready as may wait."""
 
     def __init__(self, pool, clients, start):
-        self.uploads = pool.sweeps(clients, start)
+        self.trained = pool.train(clients, start)
         self.sweeping, self.room, self.ready = not pool.threads, pool.window, deque()
 
     def next(self):
@@ -311,7 +314,7 @@ class Own:
 
     def sweep(self):
         """Train on. Return False when all is done."""
-        upload = next(self.uploads, END)
+        upload = next(self.trained, END)
         if upload is not None and upload is not END:
             self.ready.append(upload)
         return upload is not END
@@ -372,41 +375,38 @@ def by_rank_0(f):
         raise error or common.UserError(line)
 
 
-NOTES = ("samples", "version")  # of an Upload, beside its tensors
-COUNTS = ("bytes_down", "bytes_up", "model")  # of a Client
+NOTES = ("samples", "version", "bytes_down", "bytes_up", "model")  # of a Client
 
 
-def exchange(client, upload, owner, worker, own):
-    """Return the Upload of a client, which only its owner has, on every rank.
+def exchange(client, weights, owner, worker, own):
+    """Return (client, weights), which only its owner has, on every rank.
 
     Bit for bit, with its strides, since sums depend on them; its state does not travel."""
     notes = tensors = None
     if owner == RANK:
-        client = upload.client
-        notes = {k: getattr(upload, k) for k in NOTES} | {k: getattr(client, k) for k in COUNTS}
-        tensors = {"sums": client.sums, "records": client.records}
-        tensors |= {"loss": upload.loss, "finite": upload.finite}
+        notes = {k: getattr(client, k) for k in NOTES}
+        tensors = {"sums": client.sums, "records": client.records, "loss": client.loss}
         numbers = iter(range(len(common.tensors_in(tensors))))
         notes["layout"] = [layout(t) for t in common.tensors_in(tensors)]
         notes["tree"] = common.tree_map(lambda t: torch.tensor(next(numbers)), tensors)
     notes = broadcast(notes, owner, own.wait)
-    weights = worker.net.state_dict()  # whose layout all share
-    like = [*map(layout, weights.values()), *notes["layout"]]
+    names = worker.net.state_dict()  # whose layout all share
+    like = [*map(layout, names.values()), *notes["layout"]]
     buffer, parts = views(like, worker.device)
     if owner == RANK:
-        torch._foreach_copy_(parts, [*upload.weights.values(), *common.tensors_in(tensors)])
+        torch._foreach_copy_(parts, [*weights.values(), *common.tensors_in(tensors)])
     send(buffer, owner, own.wait)
     if owner == RANK:
-        return upload
-    weights, rest = dict(zip(weights, parts)), parts[len(weights) :]
+        return client, weights
+    weights, rest = dict(zip(names, parts)), parts[len(names) :]
     # copies, for the buffer would stay with them
     tree = common.tree_map(lambda i: rest[int(i)].clone(), notes["tree"])
-    client.sums, client.records = tree["sums"], tree["records"]
-    for name in COUNTS:
+    client.sums, client.records, client.loss = tree["sums"], tree["records"], tree["loss"]
+    for name in NOTES:
         setattr(client, name, notes[name])
+    client.version = notes["version"] and tuple(notes["version"])
     client.state = None
-    version = notes["version"] and tuple(notes["version"])
-    return common.Upload(client, weights, tree["loss"], tree["finite"], notes["samples"], version)
+    return client, weights
 
 
 def layout(t):

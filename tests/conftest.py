@@ -71,7 +71,8 @@ def from_shell(script, argv):
     with unittest.mock.patch.object(
         sys, "argv", [getattr(script, "__file__", "fedavg.py"), *map(str, argv)]
     ):
-        return script.main()
+        with common.one_line_errors():
+            return script.main()
 
 
 def refusal(f, *args, **options):

@@ -149,7 +149,7 @@ def received_of(net, shifts, weights, send=None):
         client = common.Client(i, np.arange(3), {}, weight)
         if send:
             send(client, i)
-        received.add(common.Upload(client, {k: v + shift for k, v in base.items()}))
+        received.add(client, {k: v + shift for k, v in base.items()})
     return received
 
 

@@ -40,7 +40,8 @@ import extras.glyphs
 extras.glyphs.GLYPHS = (600, 200)
 for line in open(sys.argv[1]).read().splitlines():
     name, *_ = sys.argv = line.split()
-    importlib.import_module(name).main()
+    with common.one_line_errors():
+        importlib.import_module(name).main()
 """
 
 

@@ -22,7 +22,7 @@ def tiny_worker(*argv):
 
 
 def play(worker, client, weights, round_=1, method=fedavg.local_update):
-    """Return the Upload of one client's round."""
+    """Return the client and its weights after one client's round."""
     batches = worker.train(client, {"round": round_}, weights, method)
     while True:
         try:
@@ -85,7 +85,9 @@ def test_worker_equals_a_plain_loop(model, persist):
     options = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
     opt = torch.optim.SGD(net.parameters(), **options)
     for round_ in (1, 2):
-        upload = play(worker, client, {k: v.clone() for k, v in net.state_dict().items()}, round_)
+        client, found = play(
+            worker, client, {k: v.clone() for k, v in net.state_dict().items()}, round_
+        )
         if not persist:
             opt = torch.optim.SGD(net.parameters(), **options)
         opt.param_groups[0]["lr"] = 0.01 * 0.5 ** (round_ - 1)
@@ -105,11 +107,10 @@ def test_worker_equals_a_plain_loop(model, persist):
             losses.append(loss.item() * size)
         # bit for bit, but for the last bit of a buffer that torch's two kernels hand on
         exact = {"rtol": 0, "atol": 1e-7 * persist}
-        found, expected = upload.weights, net.state_dict()
+        expected = net.state_dict()
         assert all(torch.allclose(found[k], expected[k], **exact) for k in expected)
-        assert upload.loss.item() == pytest.approx(sum(losses) / 80, abs=1e-6)
-        assert upload.samples == 80
-        assert upload.finite
+        assert client.loss.item() == pytest.approx(sum(losses), abs=1e-4)
+        assert client.samples == 80
 
 
 def test_persistent_momentum():
@@ -120,8 +121,8 @@ def test_persistent_momentum():
     def two_rounds(*argv):
         worker, _, _ = tiny_worker("--local-steps", "1", *argv)
         client = common.Client(0, np.arange(32), {})
-        first = play(worker, client, worker.net.state_dict())
-        return play(worker, client, first.weights, 2).weights, client.state
+        _, weights = play(worker, client, worker.net.state_dict())
+        return play(worker, client, weights, 2)[1], client.state
 
     fresh, state = two_rounds()
     kept, kept_state = two_rounds("--persist-opt")

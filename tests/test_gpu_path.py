@@ -34,7 +34,7 @@ def test_a_step_that_cannot_be_captured_runs_without(capsys):
     worker, step = tiny_worker()
     before = {k: v.clone() for k, v in worker.net.state_dict().items()}
     worker.cuda = True
-    worker._train_batch(step, 32)
+    worker._graphed(32, worker._step, (step, 32))
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert err.startswith("test.py: its step cannot be a CUDA graph")

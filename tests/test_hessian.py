@@ -13,7 +13,6 @@ from conftest import TINY, refused_amid_output
 from tqdm import tqdm
 
 import common
-import engine
 import run_folder
 import fedavg
 import hessian_eval as h
@@ -134,7 +133,7 @@ def test_trace_stops_when_its_mean_stands_still(sign):
 
 
 def test_products_of_an_lstm_after_set_up():
-    engine.set_up_device(common.flags("", "test").parse_args([]))
+    common.set_up_device(common.flags("", "test").parse_args([]))
     torch.manual_seed(0)
     layers = text.Embedding(9, 3), text.Recurrent(3, 4, last=True), nn.Linear(4, 2)
     net = nn.Sequential(*layers).eval()

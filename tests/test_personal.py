@@ -161,7 +161,7 @@ def test_a_warm_up_is_taken_back_from_a_network_in_training(scripts, capsys):
     for cuda in (True, False):
         worker, step, generator, client = ditto_worker(scripts, {}, "--epochs", "1")
         worker.cuda = cuda
-        worker._train_batch(step, 32) if cuda else worker._step(step, 32)
+        worker._graphed(32, worker._step, (step, 32)) if cuda else worker._step(step, 32)
         next(generator, None)
         ends.append(client.state["personal"])
     assert same(*ends)

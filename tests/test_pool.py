@@ -33,9 +33,8 @@ def test_threads_wait_for_a_slow_first_client():
             go.wait(30)
         return client
 
-    uploads = pool.train(range(40), start)
     found = []
-    thread = threading.Thread(target=lambda: found.extend(uploads))
+    thread = threading.Thread(target=lambda: found.extend(pool.train(range(40), start)))
     thread.start()
     end = time.monotonic() + 20
     while len(begun) < 8 and time.monotonic() < end:
@@ -61,9 +60,9 @@ def test_streams_wait_for_a_slow_client(slow):
             yield
         return client
 
-    for upload in pool.train(range(40), start):
+    for client in pool.train(range(40), start):
         most = max(most, len(begun) - len(found))
-        found.append(upload)
+        found += [client] if client is not None else []
     assert found == list(range(40))
     assert most == 8
 
@@ -93,7 +92,8 @@ class Full:
 def test_workers_that_do_not_fit_are_dropped(monkeypatch, fit):
     """Their clients begin anew with others; what comes out is in order and whole."""
     full = Full(monkeypatch, fit)
-    assert list(full.pool.train(range(40), full.start)) == list(range(40))
+    trained = full.pool.train(range(40), full.start)
+    assert [client for client in trained if client is not None] == list(range(40))
     workers = full.pool.workers
     assert len(workers) == 1 + fit
     clients = [client for worker, client in full.begun if worker in workers]
@@ -114,7 +114,7 @@ def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
     """Rows and weights are those of one worker, with what clients and methods keep and draw."""
     argv = "--clients 6 --rounds 2 --local-steps 3 --persist-opt --workers 1".split()
     expected = final("scaffold", tmp_path / "one", *argv)
-    train_batch, full = engine.Worker._train_batch, []
+    train_batch, full = engine.Worker._step, []
 
     def filling(worker, step, size):
         train_batch(worker, step, size)
@@ -130,9 +130,9 @@ def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
         return new
 
     monkeypatch.setattr(engine.Worker, "full", False, raising=False)
-    monkeypatch.setattr(engine.Worker, "_train_batch", filling)
+    monkeypatch.setattr(engine.Worker, "_step", filling)
     monkeypatch.setattr(engine.Pool, "_grow", grow)
-    monkeypatch.setattr(engine.Pool, "plan", lambda args: (0, common.CORES))
+    monkeypatch.setattr(common, "plan", lambda args: (0, common.CORES))
     found = final("scaffold", tmp_path / "four", *argv)
     assert len(full) == 2
     assert same(expected[0], found[0])

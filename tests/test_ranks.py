@@ -266,14 +266,15 @@ def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
 
 
 DYING = """
-import os, signal, engine
-keep_round = engine.keep_round
-def dying(fed, row):
-    keep_round(fed, row)
+import os, signal
+import run_folder
+keep = run_folder.RunFolder.keep
+def dying(folder, fed, row):
+    keep(folder, fed, row)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and row["round"] == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-engine.keep_round = dying
+run_folder.RunFolder.keep = dying
 """
 
 

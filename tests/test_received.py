@@ -1,6 +1,8 @@
 """The seam between clients and server: what clients send, how it is added up, who weighs what."""
 
 import functools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ def test_mean_against_numpy():
     net, rng, received = net_with_statistics(), np.random.default_rng(0), common.Received()
     sent = [random_weights(net, rng, count) for count in (4, 7)]
     for i, (alpha, weights) in enumerate(zip((0.25, 0.75), sent)):
-        received.add(common.Upload(common.Client(i, np.arange(3), {}, alpha), dict(weights)))
+        received.add(common.Client(i, np.arange(3), {}, alpha), dict(weights))
     assert received.mean.keys() == net.state_dict().keys()
     for k, v in received.mean.items():
         first, second = (weights[k].numpy() for weights in sent)
@@ -50,7 +52,7 @@ def test_mean_is_summed_in_the_order_of_the_clients():
         for i, value in enumerate(values):
             client = common.Client(i, np.arange(1), {}, 1.0)
             client.sum("s", torch.tensor([value]))
-            received.add(common.Upload(client, {"w": torch.tensor([value])}))
+            received.add(client, {"w": torch.tensor([value])})
         assert received.mean["w"].item() == received.sums["s"].item() == expected
 
 
@@ -59,31 +61,42 @@ def test_word_vectors_are_not_averaged():
     received, vectors = common.Received(), torch.tensor([0.1, 0.2])
     for i in range(3):
         client = common.Client(i, np.arange(1), {}, 1 / 3)
-        received.add(common.Upload(client, {"0.vectors": vectors.clone(), "w": torch.ones(1)}))
+        received.add(client, {"0.vectors": vectors.clone(), "w": torch.ones(1)})
     assert torch.equal(received.mean["0.vectors"], vectors)
 
 
 def test_sums_and_records():
     """Sums in nests of tensors, records by client, also where not every client sends them."""
-    received = common.Received()
-    uploads = []
+    received, clients = common.Received(), []
     for i in range(3):
         client = common.Client(i, np.arange(1), {}, 1 / 3)
         client.sum("nest", {"a": [torch.full((2,), float(i)), torch.tensor(10.0 * i)]})
         if i:
             client.sum("late", torch.tensor(float(i)))
             client.record("id", torch.tensor(i))
-        uploads.append(common.Upload(client, {"w": torch.ones(1)}))
-        received.add(uploads[-1])
+        clients.append(client)
+        received.add(client, {"w": torch.ones(1)})
     assert [t.tolist() for t in received.sums["nest"]["a"]] == [[3, 3], 30]
     assert received.sums["late"].item() == 3
     assert {k: v.item() for k, v in received.records["id"].items()} == {1: 1, 2: 2}
-    assert [client.id for client in received.clients] == [0, 1, 2]
-    assert received.uploads == uploads
-    for upload in uploads:  # nothing of the size of a model stays
-        assert upload.weights is None
-        assert upload.client.sums == {}
-        assert upload.client.records == {}
+    assert all(a is b for a, b in zip(received.clients, clients, strict=True))
+    for client in clients:  # nothing of the size of a model stays
+        assert client.sums == client.records == {}
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("where", ["weights", "loss"])
+def test_what_is_not_finite_is_found(where, value):
+    """And named, by the client that sent it."""
+    received, net = common.Received(), nn.Linear(1, 1)
+    for i in range(2):
+        client = common.Client(i, np.arange(1), {}, 0.5, loss=value if i and where == "loss" else 1)
+        sent = value if i and where == "weights" else 1.0
+        received.add(client, {"w": torch.tensor([0.0, sent]), "count": torch.tensor(3)})
+    if value == 1:
+        return common.check_finite(net, received, 7)
+    with pytest.raises(FloatingPointError, match="round 7, client 1: the local model"):
+        common.check_finite(net, received, 7)
 
 
 def test_bytes_that_clients_count():

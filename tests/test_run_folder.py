@@ -20,7 +20,6 @@ from methods import SCRIPTS, needed
 from runs import assert_equal_runs, config_of, rounds_in, rows_of, start, without_checksums
 
 import common
-import engine
 import run_folder
 import extras.glyphs
 import fedavg
@@ -890,7 +889,7 @@ def test_a_kill_while_rounds_grow_loses_no_file(tmp_path):
     fedavg.main([*words, "--rounds", "1"])
     more = ["--out", str(out), "--resume", "--rounds", "3"]
     for owner, name, rounds in (
-        (engine, "measure_round", 1),
+        (common, "measure_round", 1),
         (run_folder.RunFolder, "write_config", 1),
         (run_folder.RunFolder, "exchange_clients", 3),
     ):
