@@ -9,8 +9,11 @@ import common
 from common import UserError
 
 
-def args_for(script, values):
-    """Return the parsed flags of script, a module; see common.args_for()."""
+def args_for(script, **values):
+    """Return a script's parsed flags, which its main() takes in place of words.
+
+    script: its module. values: of flags, by their names, with underscores; None is the default.
+    UserError for what the script would refuse."""
     return script.main(values, run=lambda args, *_, **__: args)
 
 
@@ -38,7 +41,7 @@ def words(parser, values):
     return found
 
 
-def of(train, test):
+def data_of(train, test):
     """Return a Data of two map-style data sets, which give (x, y) by their index.
 
     x: a tensor, an array or a Pillow image, of one shape; y: an integer. Each sample is read once,
@@ -52,9 +55,9 @@ def of(train, test):
 def _read(dataset, name):
     """Return all samples (n, ...) and labels (n,) of a data set, which errors call name."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"Data.of: {name} has no length or no index; map-style data sets do")
+        raise UserError(f"data_of: {name} has no length or no index; map-style data sets do")
     if not len(dataset):
-        raise UserError(f"Data.of: {name} is empty")
+        raise UserError(f"data_of: {name} is empty")
     x, y = None, torch.empty(len(dataset), dtype=torch.int64)
     for i in range(len(dataset)):
         try:
@@ -63,13 +66,13 @@ def _read(dataset, name):
                 raise TypeError(f"its y is a {label.dtype}; y.long() makes integers")
             sample, y[i] = _tensor(sample), operator.index(label)
         except (TypeError, ValueError, RuntimeError) as e:
-            raise UserError(f"Data.of: {name}[{i}] is no (x, integer y): {e}") from e
+            raise UserError(f"data_of: {name}[{i}] is no (x, integer y): {e}") from e
         x = sample.new_empty(len(dataset), *sample.shape) if x is None else x
         if (sample.shape, sample.dtype) != (x.shape[1:], x.dtype):
             found, first = (
                 f"{tuple(s)} {t}" for s, t in ((sample.shape, sample.dtype), (x.shape[1:], x.dtype))
             )
-            raise UserError(f"Data.of: {name}[{i}] is {found}, where {name}[0] is {first}")
+            raise UserError(f"data_of: {name}[{i}] is {found}, where {name}[0] is {first}")
         x[i] = sample
     return x, y
 

@@ -13,7 +13,7 @@ from PIL import Image
 import common
 import extras.glyphs
 import fedavg
-from extras import images, partitions
+from extras import images, own, partitions
 
 BARE = [word for word in TINY if word not in ("--dataset", "glyphs", "--model", "cnn")]
 
@@ -186,12 +186,12 @@ def test_data_of_two_data_sets(tmp_path):
     data = tables()
     train = torch.utils.data.TensorDataset(data.x, data.y)
     test = torch.utils.data.Subset(train, range(40))
-    found = common.Data.of(train, test)
+    found = own.data_of(train, test)
     assert torch.equal(found.x, data.x) and torch.equal(found.y, data.y)
     assert torch.equal(found.x_test, data.x[:40]) and torch.equal(found.y_test, data.y[:40])
     assert found.classes == 3
     train.classes = ["a", "b", "c", "d"]
-    assert common.Data.of(train, test).classes == 4
+    assert own.data_of(train, test).classes == 4
 
 
 def test_data_of_pillow_images_and_arrays():
@@ -200,11 +200,11 @@ def test_data_of_pillow_images_and_arrays():
     for shape, mode in (((5, 7, 3), "RGB"), ((5, 7), "L")):
         pixels = rng.integers(256, size=(4, *shape)).astype(np.uint8)
         pairs = Pairs([(Image.fromarray(p, mode), i % 2) for i, p in enumerate(pixels)])
-        data = common.Data.of(pairs, pairs)
+        data = own.data_of(pairs, pairs)
         expected = torch.from_numpy(pixels).view(4, 5, 7, -1).permute(0, 3, 1, 2)
         assert torch.equal(data.x, expected)
         arrays = Pairs([(x.numpy(), np.int32(y)) for x, y in zip(data.x, data.y)])
-        assert torch.equal(common.Data.of(arrays, arrays).x, expected)
+        assert torch.equal(own.data_of(arrays, arrays).x, expected)
 
 
 GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
@@ -224,12 +224,12 @@ GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
 )
 def test_data_sets_that_do_not_fit(pairs, words):
     with pytest.raises(common.UserError, match=words):
-        common.Data.of(Pairs(pairs), Pairs(GOOD))
+        own.data_of(Pairs(pairs), Pairs(GOOD))
 
 
 def test_an_iterable_is_no_map_style_data_set():
     with pytest.raises(common.UserError, match="train has no length"):
-        common.Data.of(iter(GOOD), Pairs(GOOD))
+        own.data_of(iter(GOOD), Pairs(GOOD))
 
 
 # --- folders of images with clients
@@ -384,7 +384,7 @@ def test_the_same_data_give_the_same_weights_by_every_way(tmp_path):
     pairs = [torch.utils.data.TensorDataset(data.x, data.y)]
     pairs += [torch.utils.data.TensorDataset(data.x_test, data.y_test)]
     ends = []
-    for i, own_data in enumerate((data, arrays, common.Data.of(*pairs))):
+    for i, own_data in enumerate((data, arrays, own.data_of(*pairs))):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), common.Classifier(8, 3))
         ends.append(trained(tmp_path, own_data, net, name=str(i))[0].state_dict())

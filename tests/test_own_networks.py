@@ -109,7 +109,7 @@ def test_blocks_of_resnet18(make):
     """Bit for bit the module's own forward and gradients, in both modes, with its parameters."""
     module = make()
     x = torch.randn(4, 3, 32, 32)
-    net = common.blocks(module, RESNET)
+    net = networks.blocks(module, RESNET)
     assert [name for name, _ in net.named_children()] == ["stem", *RESNET]
     assert {id(p) for p in net.parameters()} == {id(p) for p in module.parameters()}
     for train in (True, False):
@@ -131,13 +131,13 @@ def test_blocks_of_a_tutorial_network():
     """Functions go with the module before them; deeper names, and a single block, do too."""
     torch.manual_seed(0)
     module, x = Tutorial(), torch.randn(5, 3, 16, 16)
-    net = common.blocks(module, ["conv2", "fc1", "fc2"])
+    net = networks.blocks(module, ["conv2", "fc1", "fc2"])
     assert torch.equal(net(x), module(x))
     assert net[0](x).shape == (5, 8, 6, 6)
     assert net[1](net[0](x)).shape == (5, 16, 2, 2) or net[1](net[0](x)).ndim == 2
     assert net[:-1](x).shape == (5, 24)
-    assert torch.equal(common.blocks(module, ["fc2"])(x), module(x))
-    deep = common.blocks(LookAlike(5, 16), ["layer1.1", "layer2", "fc"])
+    assert torch.equal(networks.blocks(module, ["fc2"])(x), module(x))
+    deep = networks.blocks(LookAlike(5, 16), ["layer1.1", "layer2", "fc"])
     assert [name for name, _ in deep.named_children()] == ["stem", "layer1_1", "layer2", "fc"]
 
 
@@ -183,7 +183,7 @@ class Named(nn.Module):
 
 def test_a_part_that_is_called_stem():
     module, x = Named(), torch.randn(3, 4)
-    net = common.blocks(module, ["stem", "body", "fc"])
+    net = networks.blocks(module, ["stem", "body", "fc"])
     assert [name for name, _ in net.named_children()] == ["stem_", "stem", "body", "fc"]
     assert torch.equal(net(x), module(x))
 
@@ -209,7 +209,7 @@ def weight_normed():
     ],
 )
 def test_what_cannot_be_cut(module, names, words):
-    assert re.search(f"^blocks: .*{words}", refusal(common.blocks, module, names))
+    assert re.search(f"^blocks: .*{words}", refusal(networks.blocks, module, names))
 
 
 # --- every method with own networks
@@ -246,7 +246,7 @@ def plain_module():
 
 
 def cut_module():
-    return common.blocks(plain_module(), ["conv2", "fc1", "fc2"])
+    return networks.blocks(plain_module(), ["conv2", "fc1", "fc2"])
 
 
 def flat_last():
@@ -265,7 +265,7 @@ def no_linear_last():
 def test_a_block_that_may_begin_behind_a_skip():
     """The sum is of d's block, and nothing else goes in."""
     module, x = Skips(), torch.randn(3, 4)
-    net = common.blocks(module, ["b", "d"])
+    net = networks.blocks(module, ["b", "d"])
     assert [len(list(block.parameters())) for block in net] == [2, 4, 2]
     assert torch.equal(net(x), module(x))
 

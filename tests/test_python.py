@@ -15,6 +15,7 @@ import fedalign
 import fedavg
 import moon
 import scaffold
+from extras import own
 
 MISTAKES = [
     "--lr 0",
@@ -69,14 +70,14 @@ def test_other_ends_of_a_run_are_exceptions_too(tmp_path, monkeypatch, capsys, e
 
 def test_args_for_are_the_words_flags():
     """On, off, both spellings, lists and None; what a script derives from flags is there."""
-    args = common.args_for(fedalign, clients=64, mu=0.1, drop_last=True, nesterov=False, leak=False)
+    args = own.args_for(fedalign, clients=64, mu=0.1, drop_last=True, nesterov=False, leak=False)
     words = "--clients 64 --mu 0.1 --drop-last --no-nesterov"
     expected = args_of(fedalign, *words.split())
     assert common.flag_values(args) == common.flag_values(expected)
-    assert common.args_for(fedalign, client_number=7, lr=None).clients == 7
-    assert common.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
-    assert common.args_for(moon, model="cnn").projection == 0
-    assert common.args_for(moon, model="resnet56").projection == 256
+    assert own.args_for(fedalign, client_number=7, lr=None).clients == 7
+    assert own.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
+    assert own.args_for(moon, model="cnn").projection == 0
+    assert own.args_for(moon, model="resnet56").projection == 256
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_args_for_are_the_words_flags():
 def test_args_for_tells_switches_from_values(values, takes):
     [name] = values
     with pytest.raises(common.UserError, match=f"argument --{name}: takes {takes}"):
-        common.args_for(fedalign, **values)
+        own.args_for(fedalign, **values)
 
 
 def test_args_for_asks_the_script_s_own_parser():
@@ -101,23 +102,23 @@ def test_args_for_asks_the_script_s_own_parser():
         return run(parser.parse_args(argv))
 
     script = types.SimpleNamespace(main=main, __name__="mine")
-    assert [common.args_for(script, own=on).own for on in (True, False)] == [True, False]
-    assert common.args_for(script, no_graph=False).graph is True
-    assert common.args_for(script, no_graph=True).graph is False
+    assert [own.args_for(script, own=on).own for on in (True, False)] == [True, False]
+    assert own.args_for(script, no_graph=False).graph is True
+    assert own.args_for(script, no_graph=True).graph is False
 
 
 @pytest.mark.parametrize("values", [{"client": 4}, {"mu": "x"}, {"tau": 1}, {"leek": False}])
 def test_args_for_refuses(values):
     [name] = values
     with pytest.raises(common.UserError, match=f"--(no-)?{name}"):
-        common.args_for(fedalign, **values)
+        own.args_for(fedalign, **values)
 
 
 def test_main_takes_args_for(tmp_path):
     """With what the script hands over beside its flags: SCAFFOLD's aggregation."""
     small = {"dataset": "glyphs", "model": "cnn", "clients": 4, "rounds": 2, "epochs": 1}
     small |= {"batch_size": 32, "quiet": True, "device": "cpu"}
-    args = common.args_for(scaffold, **small, out=tmp_path / "a")
+    args = own.args_for(scaffold, **small, out=tmp_path / "a")
     before = dict(vars(args))
     net, rows = scaffold.main(args)
     words = [*TINY, "--out", str(tmp_path / "b")]
