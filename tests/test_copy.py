@@ -6,10 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from conftest import same
 from methods import METHODS, ROOT, needed
 
 STEPS = "--dataset mnist --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
-STEPS = [*STEPS.split(), "--partition", "iid", "--device", "cpu", "--quiet"]
+STEPS = [*STEPS.split(), *"--partition iid --validation 0.1 --device cpu --quiet".split()]
 LOOP = """
 import pathlib, sys
 import torch
@@ -22,6 +24,9 @@ for line in sys.stdin.read().splitlines():
     script = __import__(name)
     net, rows = script.main(argv)
     assert len(rows) == 1
+    row = rows[0]
+    assert row["train_loss"] > 0 and row["bytes_up"] > 0 and row["val_acc"] is not None, row
+    assert ("bytes_delta" in row) == name.startswith("rfedavg"), row
     strangers = [
         key for key, m in sys.modules.items()
         if (getattr(m, "__file__", None) or "").startswith(str(pathlib.Path(folder).parent))
@@ -69,19 +74,23 @@ def test_every_script_trains_on_its_own(tmp_path, steps):
 
 
 def test_fedavg_from_the_shell(tmp_path, steps):
-    """Nothing is written; with the engine and its run folder beside, there is a run."""
+    """--out keeps three files; with the engine and its run folder beside, there is a run."""
     folder = copied(tmp_path / "copy", "common.py", "fedavg.py")
     done = run(folder, [sys.executable, "fedavg.py", *steps])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     names = ["common.py", "fedavg.py"]
     assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
     done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "run"])
-    assert done.returncode == 2 and "engine.py: needed by --out" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    kept = ["config.json", "metrics.jsonl", "model.pt"]
+    assert sorted(p.name for p in (folder / "run").iterdir()) == kept
     for name in ("engine.py", "run_folder.py"):
         shutil.copy(ROOT / name, folder)
-    done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "run"])
+    done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "full"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert (folder / "run" / "model.pt").exists()
+    assert (folder / "full" / "checkpoint.pt").exists()
+    models = [torch.load(folder / out / "model.pt", weights_only=True) for out in ("run", "full")]
+    assert same(*models)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,11 @@ def test_fedavg_from_the_shell(tmp_path, steps):
     [
         ("fedmlb", "--dyn-alpha 0.1", "feddyn.py"),
         ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
+        ("fedavg", "--workers 2", "engine.py, run_folder.py: needed by --workers"),
+        ("fedavg", "--save-clients", "engine.py, run_folder.py: needed by --save-clients"),
+        ("fedavg", "--resume --out run", "run_folder.py: needed by --resume"),
+        ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
+        ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),
     ],
 )
 def test_a_missing_file_is_one_line(tmp_path, steps, name, argv, file):

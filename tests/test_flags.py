@@ -64,7 +64,7 @@ def test_what_the_parser_notes():
     assert common.flag_values(args).keys() == vars(args).keys() - {
         "script",
         "argv",
-        "shell",
+        "plain",
         "capture",
         "moved",
     }
@@ -96,7 +96,7 @@ def test_device_is_auto_by_default(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert torch.device(parsed("").device).index == 0
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert parsed("").device == "cpu"
 
 
