@@ -168,12 +168,14 @@ def check_normalise(normalise, channels):
 
 
 def with_statistics(data, normalise):
-    """Return data with the mean and std that --normalise, half or cifar10, asks for."""
+    """Return data with the mean and std that --normalise asks for: half, cifar10 or none."""
     channels = data.x.shape[1]
-    if normalise == "half":
-        return dataclasses.replace(data, mean=[0.5] * channels, std=[0.5] * channels)
     check_normalise(normalise, channels)
-    mean, std = common.STATISTICS["cifar10"]
+    mean, std = {
+        "half": ([0.5] * channels, [0.5] * channels),
+        "cifar10": common.STATISTICS["cifar10"],
+        "none": ([0.0] * channels, [1.0] * channels),
+    }[normalise]
     return dataclasses.replace(data, mean=mean, std=std)
 
 

@@ -1,4 +1,4 @@
-"""FedMLB's and rFedAvg's partitions, those by writer and from a file, and clients' test sets."""
+"""Partitions of FedMLB, rFedAvg and NIID-Bench, by writer, from a file; clients' test sets."""
 
 import ast
 import copy
@@ -23,6 +23,8 @@ def split(data, args):
         return balanced_dirichlet_partition(labels, clients, args.alpha, seed)
     if args.partition == "similarity":
         return similarity_partition(labels, clients, args.similarity, seed)
+    if args.partition == "labels":
+        return labels_partition(labels, data.classes, clients, args.labels, seed)
     if args.partition == "file":
         return file_partition(args.split_file, len(data.y), args.clients, args.partial_split)
     if data.writers is None:
@@ -148,6 +150,33 @@ def similarity_partition(labels, clients, similarity, seed):
     chunks = np.array_split(by_label[::-1], clients)[::-1]
     pairs = zip(np.array_split(at_random, clients), chunks)
     return [rng.permutation(np.concatenate(pair)) for pair in pairs]
+
+
+def labels_partition(labels, classes, clients, each, seed):
+    """Return NIID-Bench's partition by number of labels (#label2: each 2).
+
+    Client i has label i mod classes and each - 1 others, drawn at random without repetition. The
+    samples of a label are dealt at random and equally to the clients that have it. UserError where
+    there are fewer labels than each, or one that no client has."""
+    if each > classes:
+        raise UserError(f"--labels {each}: the data set has {classes} labels")
+    labels = np.asarray(labels)
+    rng = keyed("labels", seed)
+    has = np.zeros((clients, classes), bool)
+    for i, row in enumerate(has):
+        first = i % classes
+        others = rng.choice(np.delete(np.arange(classes), first), each - 1, replace=False)
+        row[[first, *others]] = True
+    owner = np.empty(len(labels), np.int64)
+    for label, takers in enumerate(map(np.flatnonzero, has.T)):
+        if len(takers) == 0:
+            raise UserError(
+                f"--partition labels: no client has label {label}; use more --clients or --labels"
+            )
+        index = rng.permutation(np.flatnonzero(labels == label))
+        for taker, part in zip(takers, np.array_split(index, len(takers))):
+            owner[part] = taker
+    return indices_by_owner(owner, clients, rng.permutation(len(labels)))
 
 
 def natural_groups(writers, clients, seed, users=None):

@@ -18,6 +18,7 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "fedalign": 46,
     "fedcka": 49,
     "scaffold": 50,
+    "fednova": 22,
     "fedmlb": 50,
     "fedkd": 6,
     "fitnet": 15,

@@ -1,35 +1,27 @@
 """docs/add-a-method.md: its example FedNova against the formula, and its table of the contract."""
 
 import dataclasses
-import importlib
 import json
 import re
-import sys
 
 import pytest
 import torch
 from conftest import TINY, flags, plainly, same
 from methods import ROOT
-from test_docs import write_scripts
+from test_docs import code_lines, write_scripts
 
 import common
 import extras.glyphs
 import fedavg
+import fednova
 import run_folder
 
 PAGE = ROOT / "docs" / "add-a-method.md"
 
 
-@pytest.fixture(scope="module")
-def fednova(tmp_path_factory):
-    """Return the script that the page's diff makes of fedavg.py."""
-    folder = tmp_path_factory.mktemp("scripts")
-    write_scripts(PAGE, folder)
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module("fednova")
-    finally:
-        sys.path.remove(str(folder))
+def test_the_diff_is_the_script(tmp_path):
+    write_scripts(PAGE, tmp_path)
+    assert code_lines(tmp_path / "fednova.py") == code_lines(ROOT / "fednova.py")
 
 
 def moved(steps, momentum, nesterov):
@@ -44,12 +36,12 @@ def moved(steps, momentum, nesterov):
 
 @pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.5, True)])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_weight_of_steps(fednova, steps, momentum, nesterov):
+def test_weight_of_steps(steps, momentum, nesterov):
     found = fednova.weight_of_steps(steps, momentum, nesterov)
     assert found == pytest.approx(moved(steps, momentum, nesterov), rel=1e-12)
 
 
-def test_fednova_by_the_formula(tmp_path, fednova):
+def test_fednova_by_the_formula(tmp_path):
     """A round of clients with 1 to 9 steps, from their saved models, in float64."""
     cuts = [0, 20, 120, 320, 600]
     split = [list(range(a, b)) for a, b in zip(cuts, cuts[1:])]
@@ -75,7 +67,7 @@ def test_fednova_by_the_formula(tmp_path, fednova):
     assert row["effective_steps"] == pytest.approx(total)
 
 
-def test_a_client_without_a_step_weighs_none(fednova):
+def test_a_client_without_a_step_weighs_none():
     """In a loop that gives it a share: a_k = 0, and no drift."""
     args, data = flags("--drop-last"), extras.glyphs.glyphs()
     client = common.Client(0, torch.arange(20).numpy(), weight=0.5)
@@ -87,12 +79,12 @@ def test_a_client_without_a_step_weighs_none(fednova):
 
 
 @pytest.mark.parametrize("flag, value", [("--persist-opt", []), ("--optimizer", ["adam"])])
-def test_fednova_refuses_by_the_flag_s_name(fednova, flag, value):
+def test_fednova_refuses_by_the_flag_s_name(flag, value):
     with pytest.raises(common.UserError, match=f"argument {flag}: "):
         fednova.main([*TINY, flag, *value])
 
 
-def test_fednova_of_equal_steps_is_fedavg(tmp_path, fednova):
+def test_fednova_of_equal_steps_is_fedavg(tmp_path):
     words = [*TINY, "--local-steps", "3"]
     found, _ = fednova.main([*words, "--out", str(tmp_path / "a")])
     plainly, _ = fedavg.main([*words, "--out", str(tmp_path / "b")])
@@ -100,7 +92,7 @@ def test_fednova_of_equal_steps_is_fedavg(tmp_path, fednova):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
-def test_fednova_is_equal_in_plain(tmp_path, monkeypatch, fednova):
+def test_fednova_is_equal_in_plain(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "CORES", 1)
     words = [*TINY, "--workers", "1", "--drop-last", "--sample", "0.5"]
     net, _ = fednova.main([*words, "--out", str(tmp_path / "run")])

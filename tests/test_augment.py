@@ -30,6 +30,9 @@ def one_by_one(images, draws):
         if "crop" in draws:
             top, left = draws["crop"][i].tolist()
             image = tv.crop(tv.pad(image, 4), top, left, 32, 32)
+        if "reflect-crop" in draws:
+            top, left = draws["reflect-crop"][i].tolist()
+            image = tv.crop(tv.pad(image, 4, padding_mode="reflect"), top, left, 32, 32)
         if "flip" in draws and draws["flip"][i]:
             image = tv.hflip(image)
         found.append(image)
@@ -43,10 +46,18 @@ def test_draws_of_the_augmentation(draws):
     assert 10 < draws["rotate"].abs().max() <= 15
 
 
-@pytest.mark.parametrize("names", ["crop", "flip", "crop flip"])
+@pytest.mark.parametrize("names", ["crop", "flip", "crop flip", "reflect-crop flip"])
 def test_augmentation_equals_a_loop_over_images(images, draws, names):
-    chosen = {k: draws[k] for k in names.split()}
+    chosen = {k: draws[k.removeprefix("reflect-")] for k in names.split()}
+    chosen = dict(zip(names.split(), chosen.values()))
     assert torch.equal(common.apply_augment(images, chosen), one_by_one(images, chosen))
+
+
+def test_reflected_crop_is_drawn_as_a_crop(draws):
+    augment = {"reflect-crop": True, "flip": True, "rotate": 15}
+    drawn = common.draw_augment(augment, np.random.default_rng(0), (40,), 32)
+    assert (drawn["reflect-crop"] == draws["crop"].numpy()).all()
+    assert (drawn["flip"] == draws["flip"].numpy()).all()
 
 
 def test_rotation_equals_a_loop_over_images(images, draws):
@@ -59,6 +70,7 @@ def test_rotation_equals_a_loop_over_images(images, draws):
     "argv, augment",
     [
         ("--augment rotate10,crop,flip", {"rotate": 10, "crop": True, "flip": True}),
+        ("--augment reflect-crop,flip", {"reflect-crop": True, "flip": True}),
         ("--augment none", {}),
         ("", {}),  # glyphs: a mirrored character is another one
         ("--dataset cifar10", {"crop": True, "flip": True}),

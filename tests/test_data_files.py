@@ -166,6 +166,9 @@ def test_tiny_imagenet(tmp_path, monkeypatch):
     assert half.x.shape == (9, 3, 32, 32)
     extremes = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
     assert half.normalise(extremes)[:, 0, 0, 0].tolist() == [-1, 1]
+    none = common.load_data(flags(*argv, "--normalise", "none"))
+    assert none.normalise(extremes)[:, 0, 0, 0].tolist() == [0, 1]
+    torch.testing.assert_close(none.normalise(data.x), data.x.float() / 255)
     cifar = common.load_data(flags("--normalise", "cifar10"))
     assert cifar.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
     assert cifar.std.flatten().tolist() == pytest.approx([0.2470, 0.2435, 0.2616])

@@ -350,6 +350,7 @@ NETWORK_SIZES = {  # classes, channels and size, or words and the width of their
     "resnet50": (100, 3, 32, 256),
     "cnn": (10, 3, 32),
     "cnn-moon": (10, 3, 32),
+    "simple-cnn": (10, 3, 32),
     "cnn-mcmahan": (10, 1, 28),
     "lstm": (2, 3000, 300),
 }

@@ -114,6 +114,7 @@ def test_device_is_auto_by_default(monkeypatch):
         ("--lr inf", ["--lr"]),
         ("--lr 1e39", ["--lr", "at most 3.4"]),
         ("--augment crop,spin", ["--augment", "rotateDEGREES"]),
+        ("--augment crop,reflect-crop", ["--augment", "crop or reflect-crop"]),
         ("--workers many", ["--workers"]),
         ("--nonsense", ["--nonsense"]),
         ("--model vit", ["--model", "resnet56"]),

@@ -1,10 +1,13 @@
 """Data sets of images: glyphs, folders, torchvision's; statistics."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from conftest import GLYPHS, flags, make_folder
 from PIL import Image
+from test_docs import ROOT, blocks_of
 
 import common
 import extras.glyphs
@@ -114,3 +117,31 @@ def test_torchvision_layouts(monkeypatch):
     data = common.load_data(flags("--dataset", "mnist", "--image-size", "16"))
     assert data.x.shape == (6, 1, 16, 16)
     assert data.x.dtype == torch.uint8
+
+
+def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
+    """docs/data.md's lines on batches of CIFAR-10's format: by class, then by file name."""
+    from torchvision.datasets import cifar
+
+    rng, files = np.random.default_rng(0), [f"data_batch_{i}" for i in range(1, 6)]
+    raw, written = tmp_path / "data" / "cifar-10-batches-py", {"train": {}, "test": {}}
+    raw.mkdir(parents=True)
+    classes = [f"class{c}" for c in "jihgfedcba"]
+    (raw / "batches.meta").write_bytes(pickle.dumps({"label_names": classes}))
+    for file in [*files, "test_batch"]:
+        pixels, labels = rng.integers(256, size=(20, 3072)).astype(np.uint8), [*range(10)] * 2
+        names = [f"{rng.choice(['a', 'b'])}_s_{i:06}.png" for i in rng.permutation(10**6)[:20]]
+        batch = {"data": pixels, "labels": labels, "filenames": names}
+        (raw / file).write_bytes(pickle.dumps(batch))
+        part = written["test" if file == "test_batch" else "train"]
+        part |= {(classes[y], name): x for y, name, x in zip(labels, names, pixels)}
+    monkeypatch.setattr(cifar, "check_integrity", lambda *_: True)
+    monkeypatch.chdir(tmp_path)
+    [block] = [b for b in blocks_of(ROOT / "docs" / "data.md") if "CIFAR10" in b.text]
+    exec(block.text, {})
+    data = images.folder(tmp_path / "data" / "cifar10")
+    assert data.names == sorted(classes)
+    for part, x, y in (("train", data.x, data.y), ("test", data.x_test, data.y_test)):
+        expected = [pixels for _, pixels in sorted(written[part].items())]
+        assert np.array_equal(x.flatten(1).numpy(), np.stack(expected))
+        assert [data.names[label] for label in y] == [key[0] for key in sorted(written[part])]

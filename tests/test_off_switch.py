@@ -153,11 +153,12 @@ def test_bytes_follow_the_methods_account(tmp_path, name, down, up):
         assert off[1]["bytes_down"] == size
 
 
-def test_bytes_of_qfedavg_and_noisy_rfedavg(tmp_path):
-    """h_k is one number in float64; a delta has 256 in fp32."""
-    weights, rows = final("qfedavg", tmp_path / "q")
-    size = common.nbytes(weights)
-    assert rows[0]["bytes_up"] == 4 * (size + 8)
+def test_bytes_of_qfedavg_fednova_and_noisy_rfedavg(tmp_path):
+    """h_k and a_k are one number in float64; a delta has 256 in fp32."""
+    for name in ("qfedavg", "fednova"):
+        weights, rows = final(name, tmp_path / name)
+        size = common.nbytes(weights)
+        assert (rows[0]["bytes_down"], rows[0]["bytes_up"]) == (4 * size, 4 * (size + 8))
     _, rows = final("rfedavg_dp", tmp_path / "dp")
     assert [row["bytes_down"] for row in rows] == [4 * size, 4 * (size + 4 * 256)]
     assert [row["bytes_up"] for row in rows] == [4 * (size + 4 * 256)] * 2

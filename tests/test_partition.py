@@ -65,6 +65,54 @@ def test_dirichlet_skew_and_minimum():
     assert entropy(1000) > 0.98 * math.log(10)
 
 
+@pytest.mark.parametrize("clients, each", [(10, 2), (10, 1), (25, 3), (4, 10)])
+def test_labels_partition(clients, each):
+    """Each client has its own label and others, each label equally many samples a client."""
+    parts = partitions.labels_partition(LABELS, 10, clients, each, 0)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
+    counts = np.array([np.bincount(LABELS[part], minlength=10) for part in parts])
+    assert ((counts > 0).sum(1) == each).all()
+    assert all(counts[i, i % 10] for i in range(clients))
+    for total, column in zip(np.bincount(LABELS, minlength=10), counts.T):
+        shares = column[column > 0]
+        assert shares.sum() == total
+        assert shares.max() - shares.min() <= 1
+    again = partitions.labels_partition(LABELS, 10, clients, each, 0)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again))
+    other = partitions.labels_partition(LABELS, 10, clients, each, 1)
+    assert not any(np.array_equal(a, b) for a, b in zip(parts, other))
+
+
+def test_labels_partition_draws_labels_and_samples():
+    """The second of two labels is any other, and no label's samples go by their order."""
+    seconds = set()
+    for seed in range(60):
+        part = partitions.labels_partition(LABELS, 10, 10, 2, seed)[3]
+        [second] = set(LABELS[part]) - {3}
+        seconds.add(second)
+    assert seconds == set(range(10)) - {3}
+    parts = partitions.labels_partition(np.repeat([0, 1], 50), 2, 4, 2, 0)
+    assert any(np.ptp(np.diff(np.sort(part))) > 0 for part in parts)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--labels 63", ["--labels 63", "has 62 labels"]),
+        ("", ["--partition labels", "more --clients or --labels"]),
+    ],
+)
+def test_labels_partition_refuses(capsys, argv, words):
+    refused(capsys, fedavg, [*TINY, "--partition", "labels", *argv.split()], *words)
+
+
+def test_labels_flag():
+    data = extras.glyphs.glyphs()
+    data.y = data.y % 7
+    parts = common.partition(data, flags(*"--partition labels --clients 9 --labels 62".split()))
+    assert [len(set(data.y[part].tolist())) for part in parts] == [7] * 9
+
+
 def digest(parts):
     """Return a hash of the clients' index arrays."""
     arrays = np.concatenate([[len(part) for part in parts], *parts]).astype("<i8")

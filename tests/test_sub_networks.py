@@ -22,6 +22,7 @@ import common
         ("resnet50", 100, 3, 32, 256, 28_246_948),
         ("cnn", 10, 3, 32, 0, 151_802),
         ("cnn-moon", 10, 3, 32, 0, 92_626),
+        ("simple-cnn", 10, 3, 32, 0, 62_006),
         ("cnn-mcmahan", 10, 1, 28, 0, 1_663_370),
         ("cnn-mcmahan", 10, 3, 28, 0, 1_664_970),
         ("cnn-mcmahan", 62, 1, 28, 0, 1_690_046),
@@ -47,6 +48,25 @@ def test_block_sizes():
     assert counts("resnet18-gn", 100) == [1_856, 147_968, 525_568, 2_099_712, 8_393_728, 0, 51_300]
     assert counts("cnn", 10) == [1_216, 12_832, 96_120, 10_164, 7_140, 21_760, 2_570]
     assert common.nbytes(common.build_net("resnet56", 100).state_dict()) == 2_494_240
+
+
+def test_simple_cnn_layer_by_layer():
+    """Five layers with weights of PyTorch's own distribution, ReLU behind all but the last."""
+    net, x = common.build_net("simple-cnn", 10), torch.randn(5, 3, 32, 32)
+    layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert [m.weight.shape[0] for m in layers] == [6, 16, 120, 84, 10]
+    h = x
+    for conv in layers[:2]:
+        h = F.max_pool2d(F.relu(F.conv2d(h, conv.weight, conv.bias)), 2)
+    h = h.flatten(1)
+    for fc in layers[2:4]:
+        h = F.relu(h @ fc.weight.T + fc.bias)
+    assert torch.allclose(net[:-1](x), h, atol=1e-6)
+    last = layers[4]
+    assert torch.allclose(net(x), h @ last.weight.T + last.bias, atol=1e-6)
+    for layer in layers:
+        bound = layer.weight[0].numel() ** -0.5
+        assert 0.9 * bound < layer.weight.abs().max() <= bound
 
 
 def test_outputs_of_the_blocks_of_cnn():

@@ -1,0 +1,75 @@
+"""FedNova: Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization
+Wang, Liu, Liang, Joshi, Poor. NeurIPS 2020. https://arxiv.org/abs/2007.07481
+
+Clients of many local steps pull the average towards their own optimum. FedNova divides each
+client's change by what its steps weigh, and moves the mean direction as far as the mean weight:
+    w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k,   alpha_k = n_k/n
+with K steps and momentum m, from no momentum,
+    a_k = (K - m (1 - m^K)/(1 - m)) / (1 - m)
+which is K without momentum; m^2 stands for the first m with Nesterov's. Where all a_k are equal it
+is FedAvg. Batch-norm statistics are averaged. NIID-Bench's code weighs by batches, n_k being their
+number, not by samples.
+
+State: none. Bytes per client and round: the model down, the model and one number up.
+
+NIID-Bench (Li et al., ICDE 2022), CIFAR-10, Dirichlet(0.5): 66.8 after 50 rounds, mean of three,
+beside FedAvg's 68.2. Not measured here yet.
+    python fednova.py --dataset cifar10 --model simple-cnn --clients 10 --alpha 0.5 --rounds 50 \\
+        --epochs 10 --batch-size 64 --lr 0.01 --no-nesterov --weight-decay 1e-5 \\
+        --normalise none --augment reflect-crop,flip
+"""
+
+import common
+
+import torch
+import torch.nn.functional as F
+
+
+def weight_of_steps(steps, momentum, nesterov):
+    """Return a_k: what the gradients of so many SGD steps weigh in w - w_k, over lr."""
+    first = momentum**2 if nesterov else momentum
+    return (steps - first * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+
+
+@torch.no_grad()
+def aggregate(net, received, server, args):
+    """w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k."""
+    for (name, w), d in zip(net.named_parameters(), received.sums["d"]):
+        received.mean[name] = w + received.sums["a"].to(w) * d
+    server["report"] = {"effective_steps": received.sums["a"].item()}
+    common.average(net, received, server, args)
+
+
+def local_update(worker, client, server, args):
+    net, opt = worker.net, worker.opt
+    w = worker.pin("w", list(net.parameters()))
+
+    def step(x, y):
+        out = net(x)
+        loss = F.cross_entropy(out, y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    yield step
+    a = weight_of_steps(len(worker.sizes), args.momentum, args.nesterov)  # 0 without a step
+    with torch.no_grad():
+        drift = torch._foreach_sub(list(net.parameters()), w)
+    drift = torch._foreach_mul(drift, client.weight / max(a, 1))  # a of any step is 1 at least
+    client.sum("d", drift, sent=False)  # w_k is sent anyway
+    client.sum("a", torch.tensor(client.weight * a, dtype=torch.float64))
+
+
+def main(argv=None, run=common.run):
+    parser = common.flags(__doc__, __file__)
+    args = parser.parse_args(argv)
+    if args.optimizer != "sgd" or args.persist_opt:
+        flag = "--persist-opt" if args.persist_opt else "--optimizer"
+        parser.error(f"argument {flag}: FedNova weighs steps of sgd from no momentum")
+    return run(args, local_update, aggregate)
+
+
+if __name__ == "__main__":
+    with common.one_line_errors():
+        main()
