@@ -60,7 +60,7 @@ def assert_equal_runs(a, b):
 def start(name, *argv, before="", **options):
     """Start a script in a process of its own, on the small glyphs; before: code that runs first."""
     code = f"import common, extras.glyphs, sys; extras.glyphs.GLYPHS = (600, 200); {before}\n"
-    code += f"import {name}; {name}.main()"
+    code += f"import {name}\nwith common.one_line_errors({name!r}):\n    {name}.main()"
     command = [sys.executable, "-c", code, *argv]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)

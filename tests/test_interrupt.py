@@ -8,7 +8,7 @@ import time
 
 import pytest
 from conftest import TINY
-from methods import ROOT, SCRIPTS
+from methods import ROOT
 from runs import rounds_in, start
 
 
@@ -77,24 +77,3 @@ def test_a_full_stderr(tmp_path):
     with open("/dev/full", "w") as full:
         argv = [*TINY, "--clients", "61", "--out", str(tmp_path / "run")]
         assert start("fedavg", *argv, stderr=full).wait(200) == 2
-
-
-@pytest.mark.parametrize("name", ["fedavg", "gradaug"])
-def test_an_interrupt_while_torch_is_imported(tmp_path, name):
-    """which takes seconds; a torch that takes longer stands for it."""
-    (tmp_path / "torch.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, f"{name}.py"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-    assert process.stdout.readline() == "imported\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, f"{name}.py: error: interrupted\n")
-
-
-def test_scripts_import_common_before_torch():
-    """so that the above holds for all of them."""
-    for name in SCRIPTS:
-        text = (ROOT / f"{name}.py").read_text()
-        assert text.index("\nimport common") < text.index("\nimport torch"), name

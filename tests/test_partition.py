@@ -10,6 +10,7 @@ import pytest
 from conftest import TINY, flags, make_folder, refused
 
 import common
+import extras.glyphs
 import fedavg
 from analysis import partition as label_picture
 from extras import partitions

@@ -170,7 +170,8 @@ def main():
     os.chdir(f"{FOLDER}/node{RANK}")
     attempt("c")
     sys.argv = ["fedavg.py", *WORDS, "--out", b, "--lr", ["0.05", "0.5"][RANK]]
-    fedavg.main()
+    with common.one_line_errors():
+        fedavg.main()
 """
 
 

@@ -21,6 +21,8 @@ os.environ.update(ONE)  # before torch and numpy are imported
 
 import conftest  # noqa: E402, F401  (finds the project)
 
+import common  # noqa: E402
+
 # what children would import
 for name in "torch._dynamo torchvision.datasets torchvision.transforms.functional".split():
     importlib.import_module(name)
@@ -62,7 +64,8 @@ class Outcome(NamedTuple):
 def from_shell(module, argv):
     """Call a module's main() as its command line does."""
     sys.argv = argv
-    module.main()
+    with common.one_line_errors():
+        module.main()
 
 
 def run(name, *argv, seconds=SECONDS, before=None, meanwhile=None):
