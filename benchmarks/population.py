@@ -13,7 +13,7 @@ population (seconds; medians over the rounds but the first):
     resume       start once more, from the checkpoint
     peak GB      largest resident memory of the run; growth MB: of it in the run's second half
 
-Other flags go to the scripts, such as --partition dirichlet-balanced. --table measures one more
+Other flags go to the scripts, such as --partition iid. --table measures one more
 checkpoint, of rFedAvg's table when every client has trained. Prints the table, then JSON.
 """
 

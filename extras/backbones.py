@@ -2,11 +2,17 @@
 
 Their exact shapes are those of the authors' later repository (FedACG). Each function takes the
 channels and the size of the images and returns the blocks, [(name, module), ...], and the width of
-the features, as common.NETS wants it."""
+the features, as common.NETS wants it. torchvision's networks of these names are others: with batch
+norm or no norm at all, and ShuffleNet's second version."""
 
 import torch.nn as nn
 
 from common import Concat, Head, Residual, global_pool, he_init
+
+# units, outputs and stride of the first unit, for 32x32 images
+MOBILE_STAGES = (1, 16, 1), (2, 24, 2), (3, 32, 2), (4, 64, 2), (3, 96, 1), (3, 160, 1), (1, 320, 1)
+SHUFFLE_STAGES = (4, 240), (8, 480), (4, 960)  # units, outputs
+FIRES = (16, 16, 32, 32, 48, 48, 64, 64)  # channels to squeeze to; outputs: 8 times that
 
 
 class Bypass(nn.Module):
@@ -20,17 +26,6 @@ class Bypass(nn.Module):
         return self.branch(x) + x
 
 
-def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
-    """Return the list of a convolution with bias, GroupNorm and activation (None: without).
-
-    options: of nn.Conv2d; the padding keeps the size of the map if they do not name one."""
-    options.setdefault("padding", size // 2)
-    layers = [nn.Conv2d(inputs, outputs, size, **options), nn.GroupNorm(2, outputs)]
-    if activation:
-        layers.append(activation())
-    return layers
-
-
 class PoolLarger(nn.AdaptiveAvgPool2d):
     """Adaptive pooling where there is something to pool.
 
@@ -40,53 +35,45 @@ class PoolLarger(nn.AdaptiveAvgPool2d):
         return x if x.shape[2:] == (self.output_size,) * 2 else super().forward(x)
 
 
+def _layer(inputs, outputs, size, activation=nn.ReLU, **options):
+    """Return the list of a convolution with bias, GroupNorm and activation (None: without).
+
+    options: of nn.Conv2d; the padding keeps the size of the map if they do not name one."""
+    options.setdefault("padding", size // 2)
+    layers = [nn.Conv2d(inputs, outputs, size, **options), nn.GroupNorm(2, outputs)]
+    return [*layers, activation()] if activation else layers
+
+
 def vgg9(channels, size):
     """VGG-9 with GroupNorm."""
-    widths = (channels, 32, 64, 128, 128, 256, 256)
     blocks = []
-    for i, (inputs, outputs) in enumerate(zip(widths, widths[1:]), 1):
-        layers = _layer(inputs, outputs, 3)
+    for i, outputs in enumerate((32, 64, 128, 128, 256, 256), 1):
+        layers = _layer(channels, outputs, 3)
         nn.init.zeros_(layers[0].bias)
-        if i in (3, 5):
-            layers.insert(0, nn.MaxPool2d(2))
-        blocks.append((f"conv{i}", nn.Sequential(*layers)))
-    head = Head(
-        nn.MaxPool2d(2),
-        PoolLarger(4),
-        nn.Flatten(),
-        nn.Linear(4096, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-    )
-    return he_init([*blocks, ("head", head)], 512)
+        pool = [nn.MaxPool2d(2)] if i in (3, 5) else []
+        blocks.append((f"conv{i}", nn.Sequential(*pool, *layers)))
+        channels = outputs
+    pool = [nn.MaxPool2d(2), PoolLarger(4), nn.Flatten()]
+    linear = [nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
+    return he_init([*blocks, ("head", Head(*pool, *linear))], 512)
 
 
 def mobilenet(channels, size):
-    """MobileNetV2 with GroupNorm, for 32x32 images: a 1x1 stem, strides of 2 in stages 2, 3, 4."""
-    blocks = [
-        ("stem", nn.Sequential(*_layer(channels, 32, 1, nn.ReLU6, padding=1))),
-        ("stage1", _mobile_stage(1, 32, 16, 1, expansion=1)),
-        ("stage2", _mobile_stage(2, 16, 24, 2)),
-        ("stage3", _mobile_stage(3, 24, 32, 2)),
-        ("stage4", _mobile_stage(4, 32, 64, 2)),
-        ("stage5", _mobile_stage(3, 64, 96, 1)),
-        ("stage6", _mobile_stage(3, 96, 160, 1)),
-    ]
-    last = _mobile_stage(1, 160, 320, 1)
-    head = Head(*last, *_layer(320, 1280, 1, nn.ReLU6))
+    """MobileNetV2 with GroupNorm, its stem a 1x1 convolution with padding 1."""
+    blocks = [("stem", nn.Sequential(*_layer(channels, 32, 1, nn.ReLU6, padding=1)))]
+    inputs = 32
+    for i, (units, outputs, stride) in enumerate(MOBILE_STAGES, 1):
+        expansion = 1 if i == 1 else 6
+        stage = [_inverted(inputs, outputs, stride, expansion)]
+        stage += [_inverted(outputs, outputs, 1, expansion) for _ in range(units - 1)]
+        blocks.append((f"stage{i}", nn.Sequential(*stage)))
+        inputs = outputs
+    _, last = blocks.pop()
+    head = Head(*last, *_layer(inputs, 1280, 1, nn.ReLU6))
     return [*blocks, ("head", head), global_pool()], 1280
 
 
-def _mobile_stage(repeats, inputs, outputs, stride, expansion=6):
-    """Return a stage of MobileNetV2: repeats units, of which the first has the stride."""
-    units = [_mobile_unit(inputs, outputs, stride, expansion)]
-    for _ in range(repeats - 1):
-        units.append(_mobile_unit(outputs, outputs, 1, expansion))
-    return nn.Sequential(*units)
-
-
-def _mobile_unit(inputs, outputs, stride, expansion):
+def _inverted(inputs, outputs, stride, expansion):
     """Return an inverted residual block: wider by expansion within, with depthwise convolution."""
     width = inputs * expansion
     branch = nn.Sequential(
@@ -101,16 +88,15 @@ def shufflenet(channels, size):
     """ShuffleNet (version 1) of three groups, with GroupNorm."""
     blocks = [("stem", nn.Sequential(*_layer(channels, 24, 3)))]
     inputs = 24
-    for i, (depth, outputs) in enumerate([(4, 240), (8, 480), (4, 960)], 2):
-        units = [_shuffle_unit(inputs, outputs)]
-        for _ in range(depth - 1):
-            units.append(_shuffle_unit(outputs, outputs))
-        blocks.append((f"stage{i}", nn.Sequential(*units)))
+    for i, (units, outputs) in enumerate(SHUFFLE_STAGES, 2):
+        stage = [_shuffled(inputs, outputs)]
+        stage += [_shuffled(outputs, outputs) for _ in range(units - 1)]
+        blocks.append((f"stage{i}", nn.Sequential(*stage)))
         inputs = outputs
     return [*blocks, global_pool()], 960
 
 
-def _shuffle_unit(inputs, outputs):
+def _shuffled(inputs, outputs):
     """Return a unit of ShuffleNet.
 
     The first of a stage is wider, halves the resolution and puts its input beside the branch."""
@@ -134,13 +120,11 @@ def squeezenet(channels, size):
     features."""
     blocks = [("stem", nn.Sequential(*_layer(channels, 96, 3), nn.MaxPool2d(2)))]
     inputs = 96
-    for i, squeeze in enumerate((16, 16, 32, 32, 48, 48, 64, 64), 2):
+    for i, squeeze in enumerate(FIRES, 2):
         module = _fire(inputs, squeeze, 8 * squeeze)
         if i in (4, 8):
             module = nn.Sequential(module, nn.MaxPool2d(2))
-        elif i == 9:
-            module = Head(*module)
-        blocks.append((f"fire{i}", module))
+        blocks.append((f"fire{i}", Head(*module) if i == 9 else module))
         inputs = 8 * squeeze
     return [*blocks, global_pool()], 512
 

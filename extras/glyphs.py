@@ -32,8 +32,7 @@ def _glyphs(sizes, seed):
     n = sum(sizes)
     writers = max(2, n // 120)
     rng = common.keyed("glyphs", seed)
-    y = rng.integers(62, size=n)
-    writer = rng.integers(writers, size=n)
+    y, writer = rng.integers(62, size=n), rng.integers(writers, size=n)
 
     def style(spread_writers, spread_images):
         """Draw a writer's habit, and how closely each of his images follows it: (n,) float32."""
@@ -52,10 +51,8 @@ def _glyphs(sizes, seed):
     ink = (ink[writer] + rng.normal(0, 0.05, (n, 3))).astype(np.float32)
     paper = (paper[writer] + rng.normal(0, 0.05, (n, 3))).astype(np.float32)
 
-    y = torch.from_numpy(y)
-    weight = torch.from_numpy(weight).clamp(0, 1).view(n, 1, 1, 1)
-    ink = torch.from_numpy(ink).view(n, 3, 1, 1)
-    paper = torch.from_numpy(paper).view(n, 3, 1, 1)
+    y, weight = torch.from_numpy(y), torch.from_numpy(weight).clamp(0, 1).view(n, 1, 1, 1)
+    ink, paper = (torch.from_numpy(colour).view(n, 3, 1, 1) for colour in (ink, paper))
     theta = _affine_maps(turn, slant, size, stretch, right, down)
     thin = _stencils(64)
     bold = F.max_pool2d(thin, 3, 1, 1)
@@ -90,14 +87,7 @@ def _affine_maps(turn, slant, size, stretch, right, down):
 
     A rotation by turn, times a shear by slant, times scales 1 / size and stretch, and a shift; all
     arguments (n,)."""
-    cos = np.cos(turn) / size
-    sin = np.sin(turn) / size
-    entries = [
-        cos,  # the stencil's x from the image's x
-        sin + slant * cos,  # x from y
-        right,
-        -sin * stretch,  # y from x
-        (cos - slant * sin) * stretch,  # y from y
-        down,
-    ]
-    return torch.from_numpy(np.stack(entries, 1)).view(-1, 2, 3)
+    cos, sin = np.cos(turn) / size, np.sin(turn) / size
+    x = cos, sin + slant * cos, right  # in the stencil, of the image's x, its y, and 1
+    y = -sin * stretch, (cos - slant * sin) * stretch, down
+    return torch.from_numpy(np.stack([*x, *y], 1)).view(-1, 2, 3)

@@ -1,4 +1,4 @@
-"""What comes from Python instead of a command line: flags by name, own data and networks."""
+"""What comes from Python instead of a command line: flags by name, own data."""
 
 import operator
 
@@ -54,25 +54,19 @@ def data_of(train, test):
 
 def _read(dataset, name):
     """Return all samples (n, ...) and labels (n,) of a data set, which errors call name."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"data_of: {name} has no length or no index; map-style data sets do")
-    if not len(dataset):
-        raise UserError(f"data_of: {name} is empty")
+    if not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise UserError(f"data_of: {name} has no samples by an index, as map-style data sets do")
     x, y = None, torch.empty(len(dataset), dtype=torch.int64)
     for i in range(len(dataset)):
         try:
             sample, label = dataset[i]
-            if getattr(label, "dtype", None) in (torch.float16, torch.float32, torch.float64):
-                raise TypeError(f"its y is a {label.dtype}; y.long() makes integers")
             sample, y[i] = _tensor(sample), operator.index(label)
+            x = sample.new_empty(len(dataset), *sample.shape) if x is None else x
+            if (sample.shape, sample.dtype) != (x.shape[1:], x.dtype):
+                found = f"{tuple(sample.shape)} {sample.dtype}"
+                raise TypeError(f"x is {found}, and {tuple(x.shape[1:])} {x.dtype} in {name}[0]")
         except (TypeError, ValueError, RuntimeError) as e:
-            raise UserError(f"data_of: {name}[{i}] is no (x, integer y): {e}") from e
-        x = sample.new_empty(len(dataset), *sample.shape) if x is None else x
-        if (sample.shape, sample.dtype) != (x.shape[1:], x.dtype):
-            found, first = (
-                f"{tuple(s)} {t}" for s, t in ((sample.shape, sample.dtype), (x.shape[1:], x.dtype))
-            )
-            raise UserError(f"data_of: {name}[{i}] is {found}, where {name}[0] is {first}")
+            raise UserError(f"data_of: {name}[{i}] is no (x, integer y) of one shape: {e}") from e
         x[i] = sample
     return x, y
 

@@ -13,8 +13,6 @@ import torch
 import common
 from common import UserError, indices_by_owner, keyed
 
-MOST_KEYS = 10**9  # clients x samples of a balanced partition that draws a key for each of both
-
 
 def split(data, args):
     """Return the parts of the partition that args.partition names: a list of int64 arrays."""
@@ -26,14 +24,14 @@ def split(data, args):
     if args.partition == "labels":
         return labels_partition(labels, data.classes, clients, args.labels, seed)
     if args.partition == "file":
-        return file_partition(args.split_file, len(data.y), args.clients, args.partial_split)
+        return file_partition(args.split_file, len(labels), clients, args.partial_split)
     if data.writers is None:
         raise UserError(
             f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
             "sample; femnist, sent140, glyphs and a folder of train/CLIENT/CLASS/* do"
         )
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
-    return deal(data.writers, args.clients, args.data_seed, args.users)
+    return deal(data.writers, clients, seed, args.users)
 
 
 def fill_up(owner, clients, min_size, order):
@@ -63,17 +61,13 @@ def hold_out(data, args):
 
     They are drawn at random, by --data-seed, and no client has them. UserError where that leaves no
     samples, or where images stay on disk."""
-    n = len(data.y)
-    share = round(args.validation * n)
+    n, share = len(data.y), round(args.validation * len(data.y))
     if data.paths:
         raise UserError("argument --validation: not for images that stay on disk")
     if not 0 < share < n:
-        raise UserError(
-            f"argument --validation: {args.validation} of {n} training samples are {share}, and "
-            "there must be some to hold out and some to train on"
-        )
-    held, kept = np.split(keyed("validation", args.data_seed).permutation(n), [share])
-    held, kept = np.sort(held), np.sort(kept)
+        raise UserError(f"argument --validation: would hold out {share} of {n} training samples")
+    order = keyed("validation", args.data_seed).permutation(n)
+    held, kept = np.sort(order[:share]), np.sort(order[share:])
     writers = None if data.writers is None else data.writers[kept]
     fields = {"x_val": data.x[held], "y_val": data.y[held], "writers": writers}
     return dataclasses.replace(data, x=data.x[kept], y=data.y[kept], **fields)
@@ -84,17 +78,11 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
 
     Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
     left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
-    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006). With more than
-    MOST_KEYS clients x samples the same is drawn another way, with other random numbers."""
-    labels = np.asarray(labels)
-    n = len(labels)
-    rng = keyed("dirichlet-balanced", seed)
+    the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
+    labels, n, rng = np.asarray(labels), len(labels), keyed("dirichlet-balanced", seed)
     if clients > n:
         raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
-    if clients * n > MOST_KEYS:
-        return _balanced_by_class(labels, clients, alpha, rng)
-    available = np.arange(n)
-    parts = []
+    available, parts = np.arange(n), []
     for client in range(clients):
         size = n // clients + (client < n % clients)
         p = rng.dirichlet(np.full(labels.max() + 1, alpha)).clip(1e-30)
@@ -105,48 +93,16 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
     return parts
 
 
-def _balanced_by_class(labels, clients, alpha, rng):
-    """Draw as balanced_dirichlet_partition(), with n keys a class in all instead of a client.
-
-    The keys of a class with r samples left are equal in distribution, so that the gap between the
-    i-th smallest and the next is Exp(1) / (weight (r - i)) (Renyi, 1953)."""
-    n = len(labels)
-    left = np.bincount(labels)
-    classes, most = len(left), -(-n // clients)
-    counts = np.zeros((clients, classes), np.int32)
-    ranks = np.arange(most)
-    at_once = max(1, 10**6 // (classes * most))
-    with np.errstate(divide="ignore"):  # a class that has run out has infinite keys
-        for start in range(0, clients, at_once):
-            rows = counts[start : start + at_once]
-            p = rng.dirichlet(np.full(classes, alpha), len(rows)).clip(1e-30)
-            gaps = rng.standard_exponential((len(rows), classes, most)) / p[:, :, None]
-            for client, (gap, row) in enumerate(zip(gaps, rows), start):
-                size = n // clients + (client < n % clients)
-                gap /= np.maximum(left[:, None] - ranks, 0)
-                keys = gap.cumsum(1).ravel()
-                smallest = np.argpartition(keys, size - 1)[:size]
-                row += np.bincount(smallest // most, minlength=classes).astype(np.int32)
-                left -= row
-    owner = np.empty(n, np.int64)
-    for label, column in enumerate(counts.T):
-        index = rng.permutation(np.flatnonzero(labels == label))
-        owner[index] = np.repeat(np.arange(clients), column)
-    return indices_by_owner(owner, clients, rng.permutation(n))
-
-
 def similarity_partition(labels, clients, similarity, seed):
     """Return rFedAvg's partition (ICDE 2023, sec. VI-A).
 
     similarity percent of the samples are dealt at random, the rest sorted by label and cut into
     consecutive chunks, one a client. Remainders are spread, not dropped."""
-    labels = np.asarray(labels)
-    rng = keyed("similarity", seed)
+    labels, rng = np.asarray(labels), keyed("similarity", seed)
     order = rng.permutation(len(labels))
     at_random, by_label = np.split(order, [round(similarity / 100 * len(labels))])
     by_label = by_label[np.argsort(labels[by_label], kind="stable")]
-    # array_split's larger chunks come first; those of by_label go to the last clients, so that
-    # sizes stay even
+    # array_split's larger chunks come first; those of by_label go to the last clients
     chunks = np.array_split(by_label[::-1], clients)[::-1]
     pairs = zip(np.array_split(at_random, clients), chunks)
     return [rng.permutation(np.concatenate(pair)) for pair in pairs]
@@ -186,6 +142,8 @@ def natural_groups(writers, clients, seed, users=None):
     evenly as can be. writers: (n,) who made each sample. UserError when there are fewer writers."""
     names = np.unique(writers)
     users = users or clients
+    if users < clients:
+        raise UserError(f"argument --users: {users} is less than the {clients} --clients")
     if users > len(names):
         flag = "users" if users > clients else "clients"
         raise UserError(f"--{flag} {users}: the data set has {len(names)} writers")
@@ -193,16 +151,12 @@ def natural_groups(writers, clients, seed, users=None):
 
 
 def natural_partition(writers, clients, seed, users=None):
-    """Return each client's samples where a client is a writer or, with users, a group of writers.
-
-    The samples of writers that are not chosen are left out; see natural_groups."""
+    """Return the samples of each client, which are those of its natural_groups."""
     return _indices_by_writer(natural_groups(writers, clients, seed, users), writers)
 
 
 def natural_iid_partition(writers, clients, seed, users=None):
-    """Return the samples of natural_partition, dealt at random.
-
-    These are rFedAvg's IID rows of FEMNIST and Sent140."""
+    """Return the samples of natural_partition dealt at random: rFedAvg's IID rows."""
     samples = np.sort(np.concatenate(natural_partition(writers, clients, seed, users)))
     return [samples[part] for part in common.iid_partition(samples, clients, seed)]
 
@@ -223,69 +177,44 @@ def file_partition(path, samples, clients, partial=False):
     The file holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
     (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client, or,
     where the split is partial, to one at most."""
-    parts = read_split(path, clients)
     try:
-        _check_split(parts, samples, partial)
-    except ValueError as e:
-        raise UserError(f"--split-file {path}: {e}") from None
-    return [np.array(part, np.int64) for part in parts]
-
-
-def read_split(path, clients):
-    """Return the lists of a split file; UserError unless it has one for each of the clients."""
-    try:
-        parts = _read_split(path)
+        parts = [np.array([*part] or np.zeros(0, np.int64)) for part in _read_split(path)]
         if len(parts) != clients:
+            raise ValueError(f"its clients are {len(parts)}; pass --clients {len(parts)}")
+        index = np.concatenate(parts)
+        if index.dtype.kind != "i" or not 0 <= index.min() <= index.max() < samples:
+            raise ValueError(f"an index is not an integer from 0 to {samples - 1}")
+        times = np.bincount(index, minlength=samples)
+        if times.max() > 1:
+            raise ValueError(f"gives sample {times.argmax()} more than once")
+        if times.min() == 0 and not partial:
             raise ValueError(
-                f"has {len(parts)} clients, not {clients}; pass --clients {len(parts)}"
+                f"leaves out {(times == 0).sum()} of {samples} samples, the first of them "
+                f"{times.argmin()}; --partial-split allows that"
             )
     except ValueError as e:
         raise UserError(f"--split-file {path}: {e}") from None
-    return parts
+    return [part.astype(np.int64) for part in parts]
 
 
 def _read_split(path):
     """Return the lists of a split file, in order of their clients; ValueError if it has none."""
-    try:
-        text = pathlib.Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot be read ({e})") from None
+    text = pathlib.Path(path).read_text()
     try:
         split = json.loads(text)
     except (ValueError, RecursionError):
         try:
             split = ast.literal_eval(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        except Exception:  # of many kinds
             raise ValueError("neither JSON nor a Python literal") from None
     if isinstance(split, dict):
         if not all(str(k).isdecimal() for k in split):
             raise ValueError("must name its clients by numbers")
         split = [split[k] for k in sorted(split, key=int)]
-    lists = isinstance(split, (list, tuple))
-    if not lists or not all(isinstance(part, (list, tuple, set)) for part in split):
+    kinds = (list, tuple, set)
+    if not isinstance(split, kinds) or not all(isinstance(part, kinds) for part in split):
         raise ValueError("must map each client to a list of indices")
-    return [list(part) for part in split]
-
-
-def _check_split(parts, samples, partial):
-    """Raise ValueError unless each index from 0 to samples - 1 is in exactly one part, once.
-
-    partial: in one part at most."""
-    owner = np.full(samples, -1)
-    for k, part in enumerate(parts):
-        if not all(type(i) is int and 0 <= i < samples for i in part):
-            raise ValueError(
-                f"client {k} has an index that is not an integer from 0 to {samples - 1}"
-            )
-        if len(set(part)) < len(part) or (owner[part] >= 0).any():
-            raise ValueError(f"client {k} has an index that was given before")
-        owner[part] = k
-    missing = np.flatnonzero(owner < 0)
-    if len(missing) and not partial:
-        raise ValueError(
-            f"leaves out {len(missing)} of {samples} samples, the first of them {missing[0]}; "
-            "--partial-split allows that"
-        )
+    return split
 
 
 def with_test_writers(data, args):
@@ -295,12 +224,8 @@ def with_test_writers(data, args):
     index = np.flatnonzero(np.isin(data.writers_test, writers))
     if len(index) == 0:
         raise UserError(f"--users: the {len(writers)} chosen have no test sample; choose more")
-    return dataclasses.replace(
-        data,
-        x_test=data.x_test[index],
-        y_test=data.y_test[index],
-        writers_test=data.writers_test[index],
-    )
+    fields = {k: getattr(data, k)[index] for k in ("x_test", "y_test", "writers_test")}
+    return dataclasses.replace(data, **fields)
 
 
 def client_test_indices(data, parts, args):
@@ -358,7 +283,9 @@ def personal_hits(fed, hits):
         personal, test = fed.states.get(client, {}).get("personal"), fed.tests[client]
         if personal is None or not len(test):
             return None
-        _check_personal(personal, weights)
+        odd = [k for k, v in personal.items() if k not in weights or v.shape != weights[k].shape]
+        if odd:
+            raise UserError(f"client.state['personal']: the network has no such {odd[0]!r}")
         net = common.copy_net(fed.net)
         common.load_weights(net, weights | personal)
         index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
@@ -371,19 +298,6 @@ def personal_hits(fed, hits):
         if right is not None:
             found[torch.from_numpy(test)] = right.cpu()
     return found
-
-
-def _check_personal(personal, weights):
-    """Raise UserError where a client's own weights are not some of the network's, by name."""
-    if not isinstance(personal, dict):
-        raise UserError("client.state['personal']: must be {name: tensor}, as of a state_dict")
-    for name, value in personal.items():
-        if name not in weights:
-            raise UserError(f"client.state['personal']: the network has no {name!r}")
-        if getattr(value, "shape", None) != weights[name].shape:
-            found = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-            what = f"{name!r} is {found}, not {tuple(weights[name].shape)}"
-            raise UserError(f"client.state['personal']: {what}")
 
 
 def client_summary(hits, tests, name="client_acc"):

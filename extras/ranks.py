@@ -1,13 +1,10 @@
 """Processes of torchrun: several train a round's clients, and end with the run of one, bit for bit.
 
-Loaded by common.py where torchrun has started more than one process; docs/scale.md says how to
-start them and what it costs. Every rank, as torchrun calls a process, holds the model, `server` and
-the rows, samples the same clients and computes the same round, but for three things that are shared
-out: clients are trained by one rank each and their uploads then go to all, one at a time in the
-order of the clients; batches of the evaluation, and what a method gives worker.map(), likewise. So
-each rank adds up what one process would, in its order. Only rank 0 writes the run folder and
-prints; a client's state is written by the rank that trained it. Ranks that do not begin alike, with
-the same flags, code, data and initial network, are refused.
+docs/scale.md says how to start them and what it costs. Every rank, as torchrun calls a process,
+holds the model, `server` and the rows and computes the same round, but for what is shared out: one
+rank trains a client, and its upload then goes to all, in the order of the clients, as do batches of
+the evaluation and what a method gives worker.map(). So each rank adds up what one process would, in
+its order. Rank 0 writes the run folder and prints; who trained a client writes its state.
 
 An error on any rank ends all: the first is noted in the store that torchrun keeps, rank 0 prints
 it, and all leave with its exit code. torchrun ends with SIGTERM those that are left when it sees
@@ -16,8 +13,9 @@ that one has gone, a moment after the line is out.
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
-import io
+import functools
 import json
 import os
 import pathlib
@@ -42,6 +40,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 STARTER = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
 RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 PATIENCE = datetime.timedelta(days=30)  # a client may take long; who has died is found otherwise
+ENDING = threading.Lock()  # of the thread that ends the process
 ALIGN = 64  # bytes; products of matrices may depend on where they begin
 END = object()
 OURS = "common.py", "engine.py", "run_folder.py"
@@ -59,13 +58,11 @@ def join(args):
     if not args.out:
         raise common.UserError("argument --out: needed under torchrun, the folder that all share")
     device = torch.device(args.device)
-    if device.index:  # cuda is cuda:0 by now
-        raise common.UserError("argument --device: under torchrun cuda, a GPU for each process")
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        if LOCAL_RANK >= gpus:
+        if device.index or LOCAL_RANK >= gpus:  # cuda is cuda:0 by now
             raise common.UserError(
-                f"argument --device: a GPU for each process, and there are {gpus} here"
+                f"argument --device: under torchrun cuda, one GPU a process; there are {gpus}"
             )
         device = torch.device("cuda", LOCAL_RANK)
     if Ranks.joined is None:
@@ -75,37 +72,33 @@ def join(args):
     if RANK:
         args.quiet = True
     if RESTARTS and not args.resume:
-        args.resume = broadcast([began_here(args.out)], 0)[0]
+        args.resume = broadcast(began_here(args.out), 0)
     return Ranks.joined
 
 
 def flags_of(args):
     """Return what a rank's command line says of the run, {what: value}."""
-    found = {"script": args.script}
-    for key, value in common.flag_values(args).items():
-        if key not in FREE:
-            value = torch.device(value).type if key == "device" else value
-            found[f"--{key.removesuffix('_sha256').replace('_', '-')}"] = value
-    return found
+    values = {k: v for k, v in common.flag_values(args).items() if k not in FREE}
+    values["device"] = torch.device(args.device).type
+    flags = {f"--{k.removesuffix('_sha256').replace('_', '-')}": v for k, v in values.items()}
+    return {"script": args.script} | flags
 
 
 def versions():
     """Return what a rank runs beside the method's own functions, {what: version}."""
     root = pathlib.Path(common.__file__).parent
-    crc = 0
-    for path in [*map(root.joinpath, OURS), *sorted(root.glob("extras/*.py"))]:
-        crc = zlib.crc32(path.read_bytes(), crc)
-    ours = f"{crc:08x}"
-    return {"torch": torch.__version__, "numpy": np.__version__, "common.py and extras/": ours}
+    paths = [*map(root.joinpath, OURS), *sorted(root.glob("extras/*.py"))]
+    crc = zlib.crc32(b"".join(path.read_bytes() for path in paths))
+    return {"torch": torch.__version__, "numpy": np.__version__, "common.py and extras/": crc}
 
 
 def check_alike(own):
     """Raise UserError, on every rank, where a rank's own {what: value} is not that of rank 0."""
     own = {what: str(value) for what, value in own.items()}
-    found = [broadcast(own, rank) for rank in range(SIZE)]
-    for rank, other in enumerate(found):
-        for what in {**found[0], **other}:
-            here, there = (values.get(what, "none") for values in (found[0], other))
+    first, *others = (broadcast(own, rank) for rank in range(SIZE))
+    for rank, other in enumerate(others, 1):
+        for what in {**first, **other}:
+            here, there = (values.get(what, "none") for values in (first, other))
             if here != there:
                 raise common.UserError(
                     f"{what}: {there} on rank {rank}, and {here} on rank 0; all need the same "
@@ -121,29 +114,21 @@ def began_here(out):
         return False
 
 
-_store = None
-
-
+@functools.cache
 def store():
     """Return the store that all ranks of this attempt share."""
-    global _store
-    if _store is None:
-        shared, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
-        _store = dist.PrefixStore(f"federation-{RESTARTS}", shared)
-    return _store
+    shared, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
+    return dist.PrefixStore(f"federation-{RESTARTS}", shared)
 
 
 # --- errors
-
-
-_ending = threading.Lock()
 
 
 def fail(line, code):
     """End this rank and all others with an exit code; rank 0 prints the line of the first error.
 
     line: for stderr, None if it has been printed. Does not return."""
-    if not _ending.acquire(blocking=False):
+    if not ENDING.acquire(blocking=False):
         threading.Event().wait()  # the other thread ends the process
     with contextlib.suppress(Exception):  # torchrun itself may have ended
         note = store().compare_set("failed", "", json.dumps([line, code]))
@@ -220,12 +205,13 @@ class Ranks:
     def __init__(self, device, script):
         self.device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        place = {"rank": RANK, "world_size": SIZE}
         with connected():
             self.watch = Watch(script)
             self.watch.start()  # a rank may fail before it comes here
             own = store().clone()  # locked while it waits, and fail() needs one
-            dist.init_process_group(backend, store=own, timeout=PATIENCE, **place)
+            dist.init_process_group(
+                backend, store=own, timeout=PATIENCE, rank=RANK, world_size=SIZE
+            )
         atexit.register(self.leave)
         sys.excepthook = fail_by
 
@@ -241,9 +227,8 @@ class Ranks:
 
     def in_turn(self, f):
         """Return f(), called by rank 0 first, then by one rank of each node, then by the others."""
-        mine = 0 if RANK == 0 else 1 if LOCAL_RANK == 0 else 2
-        for turn in range(3):
-            if turn == mine:
+        for mine in (RANK == 0, RANK and LOCAL_RANK == 0, RANK and LOCAL_RANK):
+            if mine:
                 result = f()
             wait()
         return result
@@ -254,7 +239,7 @@ class Ranks:
 
     def agree(self, answer):
         """Return rank 0's answer, yes or no, on every rank."""
-        return broadcast([bool(answer)], 0)[0]
+        return broadcast(bool(answer), 0)
 
     def shared(self, pool):
         """Return what trains clients as pool.train(clients, start) does, on every rank."""
@@ -266,7 +251,7 @@ class Ranks:
             own = Own(pool, [c for c, owner in zip(clients, owners) if owner == RANK], start)
             for client, owner in zip(clients, owners):
                 trained = own.next() if owner == RANK else (client, None)
-                yield exchange(*trained, owner, worker, own)
+                yield exchange(*trained, owner, worker, own.wait)
 
         return train
 
@@ -275,10 +260,10 @@ class Ranks:
 
         def shared(f, items):
             items = list(items)
-            mine = list(pool_map(f, items[RANK::SIZE]))
+            mine = common.tree_map(torch.Tensor.cpu, list(pool_map(f, items[RANK::SIZE])))
             results = [None] * len(items)
             for rank in range(SIZE):
-                found = broadcast(mine if rank == RANK else None, rank)
+                found = broadcast(mine, rank)
                 results[rank::SIZE] = common.tree_map(lambda t: t.to(self.device), found)
             return results
 
@@ -303,8 +288,8 @@ class Own:
     uploads are ready as may wait."""
 
     def __init__(self, pool, clients, start):
-        self.trained = pool.train(clients, start)
-        self.sweeping, self.room, self.ready = not pool.threads, pool.window, deque()
+        self.sweeps, self.ready = pool.train(clients, start), deque()
+        self.room = 0 if pool.threads else pool.window
 
     def next(self):
         """Return the next upload."""
@@ -313,17 +298,19 @@ class Own:
         return self.ready.popleft()
 
     def sweep(self):
-        """Train on. Return False when all is done."""
-        upload = next(self.trained, END)
-        if upload is not None and upload is not END:
-            self.ready.append(upload)
-        return upload is not END
+        """Train on, where anything is left."""
+        trained = next(self.sweeps, END)
+        if trained is END:
+            self.room = 0
+        elif trained is not None:
+            self.ready.append(trained)
 
     def wait(self, work):
         """Train on until work, which is of another rank, is there."""
-        while self.sweeping and not work.is_completed() and len(self.ready) < self.room:
-            self.sweeping = self.sweep()
-        finish(work)
+        while len(self.ready) < self.room and not work.is_completed():
+            self.sweep()
+        with connected():
+            work.wait()
 
 
 # --- messages
@@ -335,31 +322,19 @@ def wait():
         dist.all_reduce(torch.zeros(1))
 
 
-def finish(work):
-    """Return when an operation of all ranks is done."""
-    with connected():
-        work.wait()
-
-
-def send(tensor, owner, wait=finish):
+def send(tensor, owner, wait):
     """Copy the owner's tensor into those of all ranks; wait(work): waits until it is there."""
     with connected():
         work = dist.broadcast(tensor, owner, async_op=True)
     wait(work)
 
 
-def broadcast(tree, owner, wait=finish):
-    """Return the owner's tree, of tensors and plain values, on the CPU; for what is small.
-
-    wait(work): waits until it comes."""
-    content = run_folder.packed(tree).getvalue() if owner == RANK else b""
-    size = torch.tensor([len(content)])
-    send(size, owner, wait)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if owner == RANK:
-        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    send(buffer, owner, wait)
-    return torch.load(io.BytesIO(buffer.numpy().tobytes()), weights_only=True)
+def broadcast(value, owner):
+    """Return the owner's value, small and on the CPU, on every rank."""
+    box = [value]
+    with connected():
+        dist.broadcast_object_list(box, owner)
+    return box[0]
 
 
 def by_rank_0(f):
@@ -370,56 +345,41 @@ def by_rank_0(f):
             f()
         except common.UserError as e:
             error = e
-    [line] = broadcast([error and str(error)], 0)
-    if line:
-        raise error or common.UserError(line)
+    error = broadcast(error, 0)
+    if error:
+        raise error
 
 
 NOTES = ("samples", "version", "bytes_down", "bytes_up", "model")  # of a Client
 
 
-def exchange(client, weights, owner, worker, own):
+def exchange(client, weights, owner, worker, wait):
     """Return (client, weights), which only its owner has, on every rank.
 
-    Bit for bit, with its strides, since sums depend on them; its state does not travel."""
-    notes = tensors = None
+    Bit for bit, with its strides, since sums depend on them; its state does not travel. wait(work):
+    waits until the owner has it."""
+    send(torch.zeros(1), owner, wait)
+    notes = tree = None
     if owner == RANK:
-        notes = {k: getattr(client, k) for k in NOTES}
-        tensors = {"sums": client.sums, "records": client.records, "loss": client.loss}
-        numbers = iter(range(len(common.tensors_in(tensors))))
-        notes["layout"] = [layout(t) for t in common.tensors_in(tensors)]
-        notes["tree"] = common.tree_map(lambda t: torch.tensor(next(numbers)), tensors)
-    notes = broadcast(notes, owner, own.wait)
+        counts = {name: getattr(client, name) for name in NOTES}
+        tree = [client.sums, client.records, client.loss]
+        notes = counts, common.tree_map(lambda t: t.to("meta"), tree)  # dtypes, shapes, strides
+    counts, like = broadcast(notes, owner)
     names = worker.net.state_dict()  # whose layout all share
-    like = [*map(layout, names.values()), *notes["layout"]]
-    buffer, parts = views(like, worker.device)
+    buffer, parts = views([*names.values(), *common.tensors_in(like)], worker.device)
     if owner == RANK:
-        torch._foreach_copy_(parts, [*weights.values(), *common.tensors_in(tensors)])
-    send(buffer, owner, own.wait)
+        torch._foreach_copy_(parts, [*weights.values(), *common.tensors_in(tree)])
+    send(buffer, owner, wait)
     if owner == RANK:
         return client, weights
-    weights, rest = dict(zip(names, parts)), parts[len(names) :]
-    # copies, for the buffer would stay with them
-    tree = common.tree_map(lambda i: rest[int(i)].clone(), notes["tree"])
-    client.sums, client.records, client.loss = tree["sums"], tree["records"], tree["loss"]
-    for name in NOTES:
-        setattr(client, name, notes[name])
-    client.version = notes["version"] and tuple(notes["version"])
-    client.state = None
-    return client, weights
+    rest = iter(parts[len(names) :])  # which are copied, as the buffer would stay with them
+    sums, records, loss = common.tree_map(lambda _: next(rest).clone(), like)
+    more = {"sums": sums, "records": records, "loss": loss, "state": None}
+    return dataclasses.replace(client, **counts, **more), dict(zip(names, parts))
 
 
-def layout(t):
-    """Return dtype, shape and strides of a tensor, as plain values."""
-    return [str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())]
-
-
-def views(layouts, device):
-    """Return one buffer of bytes and, in it, tensors of these layouts, which are dense."""
-    like = [
-        torch.empty_strided(shape, strides, dtype=getattr(torch, kind), device="meta")
-        for kind, shape, strides in layouts
-    ]
+def views(like, device):
+    """Return one buffer of bytes and, in it, tensors of the layouts of like's, which are dense."""
     sizes = [common.nbytes(t) for t in like]
     padded = [-(-size // ALIGN) * ALIGN for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.uint8, device=device)

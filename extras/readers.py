@@ -1,6 +1,5 @@
 """Data sets in their own formats on disk: Tiny-ImageNet, ImageNet-200 and LEAF's FEMNIST."""
 
-import itertools
 import json
 import os
 import pathlib
@@ -12,14 +11,7 @@ from tqdm import tqdm
 
 import common
 from common import UserError
-from extras.images import (
-    check_images,
-    decode_images,
-    load_images,
-    open_image,
-    read_cached,
-    read_text,
-)
+from extras.images import decode_images, load_images, read_cached, read_image, read_text
 
 
 def load(args):
@@ -32,9 +24,7 @@ def load(args):
     return imagenet_200(root / "imagenet", args.image_size or 224)
 
 
-# --------------------------------------------------------------------------------------------------
-# Tiny-ImageNet
-# --------------------------------------------------------------------------------------------------
+# --- Tiny-ImageNet
 
 
 def tiny_imagenet(root):
@@ -51,39 +41,22 @@ def tiny_imagenet(root):
             f"{e.filename}: no such file; unzip http://cs231n.stanford.edu/tiny-imagenet-200.zip "
             "so that it is there"
         ) from None
-    labels = {wnid: i for i, wnid in enumerate(wnids)}
-    train = []
+    train, test, labels = [], [], {wnid: i for i, wnid in enumerate(wnids)}
     for wnid, label in labels.items():
-        images = root / "train" / wnid / "images"
-        paths = sorted(images.glob("*"))
+        paths = sorted((root / "train" / wnid / "images").glob("*"))
         if not paths:
-            raise UserError(f"{images}: no images of this class, which wnids.txt names")
+            raise UserError(f"{root / 'train' / wnid}: no images of a class that wnids.txt names")
         train += [(path, label) for path in paths]
-    test = _annotated(annotations, lines, labels)
-    missing = set(labels.values()) - {label for _, label in test}
-    if missing:
-        raise UserError(f"{annotations}: no image of class {wnids[min(missing)]}")
+    for i, line in enumerate(lines, 1):  # FILE<tab>WNID<tab>...
+        name, wnid = (*line.split("\t"), "")[:2]
+        if wnid not in labels:
+            raise UserError(f"{annotations}, line {i}: class {wnid!r} is not in wnids.txt")
+        test.append((root / "val" / "images" / name, labels[wnid]))
     statistics = common.STATISTICS["tiny-imagenet"]
     return load_images(root, train, test, len(labels), statistics=statistics)
 
 
-def _annotated(annotations, lines, labels):
-    """Return (path, label) of each line, "FILE<tab>WNID<tab>...", of val_annotations.txt."""
-    samples = []
-    for i, line in enumerate(lines, 1):
-        name, wnid = (*line.split("\t"), "", "")[:2]
-        path = annotations.parent / "images" / name
-        if wnid not in labels:
-            raise UserError(f"{annotations}, line {i}: class {wnid!r} is not in wnids.txt")
-        if not path.is_file():
-            raise UserError(f"{annotations}, line {i}: {path} is missing")
-        samples.append((path, labels[wnid]))
-    return samples
-
-
-# --------------------------------------------------------------------------------------------------
-# ImageNet-200, decoded while it is trained on
-# --------------------------------------------------------------------------------------------------
+# --- ImageNet-200, decoded while it is trained on
 
 IMAGENET = (1000, 200, 500)  # folders, classes drawn of them, and training images drawn of each
 
@@ -96,22 +69,18 @@ def imagenet_200(root, image_size=224):
     machine's directory order, so ours, in order of names, are others. Training images are decoded
     while training (stream); the validation ones, all of those classes, are scaled to 256/224 of
     image_size, cut to their centre and kept. UserError for missing folders or damaged images."""
-    _, classes, _ = IMAGENET
     train, test = _drawn_files(root)
     paths = [path for path, _ in test]
 
     def read():
-        return {"x_test": decode_images(paths, lambda i: _centre(i, image_size), "RGB")}
-
-    def check(tensors):
-        check_images(tensors["x_test"], len(paths), image_size)
+        return {"x_test": decode_images(paths, lambda image: _centre(image, image_size), "RGB")}
 
     return common.Data(
         torch.empty(0, 3, image_size, image_size, dtype=torch.uint8),
         torch.tensor([label for _, label in train]),
-        read_cached(root, paths, image_size, read, check)["x_test"],
+        read_cached(root, paths, image_size, read)["x_test"],
         torch.tensor([label for _, label in test]),
-        classes,
+        IMAGENET[1],
         *common.STATISTICS["imagenet-200"],
         paths=[str(path) for path, _ in train],
     )
@@ -134,13 +103,14 @@ def _drawn_files(root):
     for wnid in wnids:
         folder = root / "train" / wnid
         names = sorted(os.listdir(folder))
-        if len(names) < count:
-            raise UserError(f"{folder}: {len(names)} images, and {count} of each class are wanted")
+        paths = sorted((root / "val" / wnid).glob("*"))
+        if len(names) < count or not paths:
+            raise UserError(
+                f"{folder}: {len(names)} images, and {len(paths)} in val/{wnid}, where {count} and "
+                "at least one are needed"
+            )
         names = rng.choice(names, count, replace=False).tolist()
         train += [(folder / name, labels[wnid]) for name in names]
-        paths = sorted((root / "val" / wnid).glob("*"))
-        if not paths:
-            raise UserError(f"{root / 'val' / wnid}: no images of this class")
         test += [(path, labels[wnid]) for path in paths]
     return train, test
 
@@ -152,60 +122,45 @@ def stream(paths, size, batches, seeds=None):
     indices, by which each image is cropped, recoloured and flipped; without seeds each is cut to
     its centre. UserError for a damaged image."""
     if seeds is None:
-        items = [[(i, None) for i in index.tolist()] for index in batches]
-    else:
-        items = [list(zip(index.tolist(), seed.tolist())) for index, seed in zip(batches, seeds)]
-    loader = torch.utils.data.DataLoader(
-        _Files(paths, size),
-        batch_sampler=items,
-        collate_fn=_stack,
-        num_workers=max(1, common.CORES // 4),
-    )
+        seeds = [np.full(len(index), None) for index in batches]
+    items = [list(zip(index.tolist(), seed.tolist())) for index, seed in zip(batches, seeds)]
+    files, processes = _Files(paths, size), max(1, common.CORES // 4)
+    loader = torch.utils.data.DataLoader(files, None, sampler=items, num_workers=processes)
     for x in loader:
-        if isinstance(x, UserError):
+        if isinstance(x, Exception):
             raise x
         yield x
 
 
 class _Files(torch.utils.data.Dataset):
-    """Image files. Item (i, seed) is file i as (3, size, size) uint8, augmented by seed.
+    """Image files. Item [(i, seed), ...] is files i as (batch, 3, size, size) uint8.
 
-    seed None: its centre. A damaged file's item is the UserError that says so."""
+    Each is augmented by its seed; None: cut to its centre. Where a file cannot be read, the item is
+    the error that says so: raised in a loader's process, it would come with a traceback."""
 
     def __init__(self, paths, size):
         from torchvision import transforms
 
-        self.paths = paths
-        self.size = size
-        self.augment = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(size),
-                transforms.ColorJitter(0.4, 0.4, 0.4),
-                transforms.RandomHorizontalFlip(),
-            ]
-        )
+        self.paths, self.size = paths, size
+        crop, colours = transforms.RandomResizedCrop(size), transforms.ColorJitter(0.4, 0.4, 0.4)
+        self.augment = transforms.Compose([crop, colours, transforms.RandomHorizontalFlip()])
 
-    def __getitem__(self, item):
-        index, seed = item
+    def __getitem__(self, items):
         warnings.filterwarnings("ignore", module="PIL")
         try:
-            image = open_image(self.paths[index], "RGB")
-        except UserError as e:
-            return e  # raised in a loader's process, it would come with a traceback
+            return torch.stack([self.image(*item) for item in items])
+        except (UserError, OSError) as e:
+            return e
+
+    def image(self, index, seed):
+        """Return one image as a tensor."""
+        image = read_image(self.paths[index], lambda image: image.convert("RGB"))
         if seed is None:
             image = _centre(image, self.size)
         else:
             torch.manual_seed(seed)  # of the loader's process
             image = self.augment(image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def _stack(items):
-    """Return images as one tensor, or the first error among them."""
-    for item in items:
-        if isinstance(item, UserError):
-            return item
-    return torch.stack(items)
 
 
 def _centre(image, size):
@@ -217,9 +172,7 @@ def _centre(image, size):
     return functional.center_crop(functional.resize(image, size * 256 // 224), size)
 
 
-# --------------------------------------------------------------------------------------------------
-# LEAF: JSON shards by user
-# --------------------------------------------------------------------------------------------------
+# --- LEAF: JSON shards by user
 
 
 def femnist(root):
@@ -235,38 +188,23 @@ def femnist(root):
 
     def read():
         names = ("x", "y", "x_test", "y_test", "writers", "writers_test")
-        arrays = read_leaf(root, _characters, advice)
-        return {name: torch.from_numpy(v) for name, v in zip(names, arrays)}
+        return dict(zip(names, map(torch.from_numpy, read_leaf(root, _characters, advice))))
 
-    if root.is_dir():
-        fields = read_cached(root, sorted(root.glob("t*/*.json")), None, read, _check_characters)
-    else:
-        fields = read()
-    for name in ("writers", "writers_test"):
-        fields[name] = fields[name].numpy()
+    fields = read_cached(root, sorted(root.glob("t*/*.json")), None, read)
+    fields |= {name: fields[name].numpy() for name in ("writers", "writers_test")}
     mean, std = common.STATISTICS["femnist"]
     return common.Data(**fields, classes=62, mean=mean, std=std)
 
 
-def _check_characters(tensors):
-    """Raise ValueError unless tensors are what femnist() reads."""
-    for part in ("", "_test"):
-        x, y, writers = (tensors[name + part] for name in ("x", "y", "writers"))
-        check_images(x, len(y), 28)
-        of_one_kind = y.dtype == writers.dtype == torch.int64 and y.shape == writers.shape
-        if not of_one_kind or x.shape[1] != 1 or not 0 <= y.min() <= y.max() < 62:
-            raise ValueError("not FEMNIST")
-
-
 def _characters(x, y):
     """Return a FEMNIST user's lists as images (n, 1, 28, 28) uint8 and labels (n,) int64."""
-    x = np.asarray(x, np.float32).reshape(len(y), -1 if y else 784)
+    x = np.asarray(x, np.float32).reshape(len(y), 1, 28, 28)
     y = np.asarray(y, None if y else np.int64)
-    if x.shape[1] != 784 or not ((x >= 0) & (x <= 1)).all():
-        raise ValueError("an image is not 784 numbers from 0 to 1")
+    if not ((x >= 0) & (x <= 1)).all():
+        raise ValueError("a pixel is not a number from 0 to 1")
     if y.dtype.kind != "i" or not ((y >= 0) & (y < 62)).all():
         raise ValueError("a label is not an integer from 0 to 61")
-    return (x * 255).round().astype(np.uint8).reshape(-1, 1, 28, 28), y.astype(np.int64)
+    return (x * 255).round().astype(np.uint8), y.astype(np.int64)
 
 
 def read_leaf(root, read, advice):
@@ -277,64 +215,30 @@ def read_leaf(root, read, advice):
     Users are numbered in order of their names. UserError for a missing or damaged shard."""
     x, y, users = _leaf_part(root / "train", read, advice)
     x_test, y_test, users_test = _leaf_part(root / "test", read, advice)
-    number = {user: i for i, user in enumerate(sorted({*users, *users_test}))}
-    writers = np.array([number[user] for user in users])
-    writers_test = np.array([number[user] for user in users_test])
-    return x, y, x_test, y_test, writers, writers_test
+    writers = np.unique(users + users_test, return_inverse=True)[1]
+    return x, y, x_test, y_test, *np.split(writers, [len(users)])
 
 
 def _leaf_part(folder, read, advice):
     """Return x, y and the user of each sample of the shards folder/*.json."""
-    xs, ys, users = [], [], []
-    for path, user, x, y in _shards(folder, advice):
+    arrays, sizes = [], {}  # of each user
+    for path in tqdm(sorted(folder.glob("*.json")), f"reading {folder}", leave=False, disable=None):
+        text, user = read_text(path), None
         try:
-            x, y = read(x, y)
-        except (ValueError, TypeError, OverflowError) as e:
-            raise UserError(f"{path}: user {user!r}: {e}") from None
-        xs.append(x)
-        ys.append(y)
-        users += [user] * len(y)
-    if not users:
-        raise UserError(f"{folder}: no samples in it; {advice}")
-    return np.concatenate(xs), np.concatenate(ys), users
-
-
-def _shards(folder, advice):
-    """Yield (path, user, x, y) of each user in the shards folder/*.json; x, y: lists."""
-    paths, seen = sorted(folder.glob("*.json")), {}
-    if not paths:
-        raise UserError(f"{folder}: no *.json in it; {advice}")
-    for path in tqdm(paths, f"reading {folder}", leave=False, disable=None):
-        shard = _parse(path)
-        try:
-            users = list(shard["users"])
-            counts = list(shard["num_samples"])
-            samples = [(shard["user_data"][u]["x"], shard["user_data"][u]["y"]) for u in users]
-            sizes = [(len(x), len(y)) for x, y in samples]
-        except (KeyError, TypeError) as e:
+            shard = json.loads(text)
+            for user, count in zip(shard["users"], shard["num_samples"], strict=True):
+                x, y = (shard["user_data"][user][key] for key in "xy")
+                if user in sizes or not len(x) == len(y) == count:
+                    raise ValueError(
+                        f"listed twice, or {len(x)} x and {len(y)} y where num_samples says {count}"
+                    )
+                sizes[user] = count
+                arrays.append(read(x, y))
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
             raise UserError(
-                f"{path}: not a shard of LEAF, which has users, num_samples and user_data, with "
-                f"x and y of each user ({type(e).__name__}: {e})"
+                f"{path}, user {user!r}: not a shard of LEAF ({type(e).__name__}: {e})"
             ) from None
-        for user, sample, size, count in itertools.zip_longest(users, samples, sizes, counts):
-            if user in seen:
-                raise UserError(f"{path}: user {user!r} is listed twice, in {seen[user]} first")
-            seen[user] = path.name
-            if size != (count, count):
-                raise UserError(
-                    f"{path}: user {user!r} has {size} x and y where num_samples says {count}"
-                )
-            yield path, user, *sample
-
-
-def _parse(path):
-    """Return what a JSON file holds."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as e:
-        raise UserError(
-            f"{path}, line {e.lineno}, column {e.colno}: damaged or cut short ({e.msg})"
-        ) from None
-    except (ValueError, RecursionError) as e:  # thousands of digits or of brackets
-        raise UserError(f"{path}: not a shard of LEAF ({e})") from None
+    if not any(sizes.values()):
+        raise UserError(f"{folder}: no samples in *.json; {advice}")
+    xs, ys = zip(*arrays)
+    return np.concatenate(xs), np.concatenate(ys), [u for u, n in sizes.items() for _ in range(n)]

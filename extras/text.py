@@ -15,13 +15,22 @@ from tqdm import tqdm
 import common
 from common import UserError
 
-# --------------------------------------------------------------------------------------------------
-# Sentiment140
-# --------------------------------------------------------------------------------------------------
+# --- Sentiment140
 
 
 def load(args):
-    """Return the data set args.dataset, sent140, from its folder under args.data_dir."""
+    """Return the data set args.dataset, sent140, from its folder under args.data_dir.
+
+    UserError for flags that are of images, or of another partition."""
+    for flag, wrong, why in (
+        ("model", args.model != "lstm", "sent140 is text; use lstm"),
+        ("image-size", args.image_size, "of images, and sent140 is text"),
+        ("augment", args.augment not in ("auto", "none"), "of images, and sent140 is text"),
+        ("normalise", args.normalise != "dataset", "of images, and sent140 is text"),
+        ("leak", args.leak and args.partition != "natural", "only for --partition natural"),
+    ):
+        if wrong:
+            raise UserError(f"argument --{flag}: {why}")
     return sent140(pathlib.Path(args.data_dir) / "sent140", args)
 
 
@@ -36,29 +45,17 @@ def sent140(root, args, vocabulary=3000):
     y, text, users, test = _read(root)
     if args.partition in common.NATURAL:
         index = _most_active(users, test, args.users or args.clients)
-        y = y[index]
-        text = [text[i] for i in index]
-        users = [users[i] for i in index]
+        y, text, users = y[index], [text[i] for i in index], [users[i] for i in index]
         test = None if test is None else test[index]
     if test is None:
         test = _divide(users, args)
     if test.all() or not test.any():
         raise UserError(f"{root}: {len(y)} tweets are too few to train and to test on")
     x, words = _encode(text, ~test, vocabulary)
-    x = torch.from_numpy(x)
-    y = torch.from_numpy(y)
     writers = np.unique(users, return_inverse=True)[1]
     train = np.ones(len(y), bool) if args.leak else ~test
-    return common.Data(
-        x[train],
-        y[train],
-        x[test],
-        y[test],
-        2,
-        writers=writers[train],
-        writers_test=writers[test],
-        words=words,
-    )
+    fields = {"writers": writers[train], "writers_test": writers[test], "words": words}
+    return common.Data(x[train], y[train], x[test], y[test], 2, **fields)
 
 
 def _read(root):
@@ -69,40 +66,30 @@ def _read(root):
         "unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
         f"training.1600000.processed.noemoticon.csv into {root}"
     )
-    paths = sorted(root.glob("*.csv"))
-    if len(paths) > 1:
-        raise UserError(f"{root}: {len(paths)} CSV files, where one is read; {advice}")
-    if paths:
-        return *_read_csv(paths[0]), None
-    if (root / "train").is_dir():
+    paths = list(root.glob("*.csv"))
+    if not paths and (root / "train").is_dir():
         return _read_leaf(root, advice)
-    raise UserError(f"{root}: no *.csv in it; {advice}")
+    if len(paths) != 1:
+        raise UserError(f"{root}: {len(paths) or 'no'} *.csv in it, where one is read; {advice}")
+    return *_read_csv(paths[0]), None
 
 
 def _read_csv(path):
-    """Return labels (n,), 1 for polarity 4, texts and users of the public CSV.
-
-    Its columns are polarity (0 or 4), id, date, query, user and text."""
+    """Return labels (n,), 1 for polarity 4, texts and users of the public CSV."""
     y, text, users = [], [], []
     common.file_status(path)
     # as published, with stray bytes of other encodings
     with open(path, encoding="latin-1", newline="") as f:
         rows = csv.reader(f, strict=True)
-        while True:
-            try:
-                row = next(rows, None)
-            except csv.Error as e:
-                raise UserError(f"{path}, line {rows.line_num}: {e}") from None
-            if row is None:
-                return np.array(y, np.int64), text, users
-            if len(row) != 6 or row[0] not in ("0", "4"):
-                raise UserError(
-                    f"{path}, line {rows.line_num}: not polarity (0 or 4), id, date, query, user, "
-                    f"text: {len(row)} columns, the first {row[0][:20] if row else ''!r}"
-                )
-            y.append(row[0] == "4")
-            text.append(row[5])
-            users.append(row[4])
+        try:
+            for polarity, _, _, _, user, tweet in rows:
+                y.append({"0": 0, "4": 1}[polarity])
+                text.append(tweet)
+                users.append(user)
+        except (csv.Error, ValueError, KeyError) as e:
+            columns = "polarity (0 or 4), id, date, query, user, text"
+            raise UserError(f"{path}, line {rows.line_num}: not {columns} ({e})") from None
+    return np.array(y, np.int64), text, users
 
 
 def _read_leaf(root, advice):
@@ -117,11 +104,9 @@ def _read_leaf(root, advice):
 def _leaf_tweets(x, y):
     """Return the texts and labels of a user's lists, as arrays.
 
-    An item of x is [id, date, query, user, text, ...]; ValueError for anything else."""
-    y = np.array([{"0": 0, "1": 1, "4": 1}.get(str(label), -1) for label in y], np.int64)
-    if (y < 0).any() or not all(len(tweet) >= 5 and isinstance(tweet[4], str) for tweet in x):
-        raise ValueError("a tweet is not [id, date, query, user, text], or its label not 0 or 1")
-    return np.array([tweet[4] for tweet in x], object), y
+    x: of [id, date, query, user, text, ...]; y: of 0, and 1 or 4."""
+    labels = [{"0": 0, "1": 1, "4": 1}[str(label)] for label in y]
+    return np.array([tweet[4] for tweet in x], object), np.array(labels, np.int64)
 
 
 def _most_active(users, test, count):
@@ -129,8 +114,7 @@ def _most_active(users, test, count):
 
     users: of each tweet. test: which tweets are test ones, and do not count; None: all count."""
     tweets = Counter(users if test is None else itertools.compress(users, ~test))
-    names = sorted(tweets, key=lambda user: (-tweets[user], user))[:count]
-    names = set(names)
+    names = set(sorted(tweets, key=lambda user: (-tweets[user], user))[:count])
     return [i for i, user in enumerate(users) if user in names]
 
 
@@ -167,14 +151,11 @@ def tokens(text):
     """Return the lower-case words and marks of a text, by the rules of torchtext's basic_english.
 
     The marks .,()!?' are words; ":; and <br /> are not."""
-    text = text.lower().replace('"', "")
-    text = re.sub(r"[:;]|<br />", " ", text)
+    text = re.sub(r"[:;]|<br />", " ", text.lower().replace('"', ""))
     return re.sub(r"([.,()!?'])", r" \1 ", text).split()
 
 
-# --------------------------------------------------------------------------------------------------
-# Word vectors
-# --------------------------------------------------------------------------------------------------
+# --- word vectors
 
 
 def word_vectors(source, words, seed=0):
@@ -188,51 +169,32 @@ def word_vectors(source, words, seed=0):
         vectors = rng.normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
         vectors[0] = 0
         return torch.from_numpy(vectors)
+    if not pathlib.Path(source).is_file():
+        glove = "glove.6B.300d.txt of https://nlp.stanford.edu/data/glove.6B.zip, or random"
+        raise UserError(f"--vectors {source}: no such file; {glove}")
     row = {word: i for i, word in enumerate(words, 2)}
-    vectors = None
-    matches = 0
+    vectors, i = np.zeros((0, 0), np.float32), 0
     try:
-        for word, numbers in _vector_lines(source, row):
-            if vectors is None:
-                vectors = np.zeros((len(words) + 2, len(numbers)), np.float32)
-            vectors[row[word]] = numbers
-            matches += 1
-    except OSError as e:
-        raise UserError(f"--vectors {source}: cannot be read ({e.strerror})") from None
-    if not matches:
-        raise UserError(f"--vectors {source}: holds none of the {len(words)} words of the data set")
+        with open(source, "rb") as f:
+            lines = tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines")
+            for i, line in enumerate(lines, 1):
+                if i == 1:  # it says how wide they are; a word may hold spaces
+                    width = line.count(b" ")
+                    vectors = np.zeros((len(words) + 2, width), np.float32)
+                word, *numbers = line.decode().rstrip().rsplit(" ", width)
+                if word in row:
+                    vectors[row[word]] = np.array(numbers, np.float32).reshape(width)
+    except (OSError, ValueError) as e:
+        raise UserError(f"--vectors {source}, line {i}: cannot be read ({e})") from None
+    if not vectors.any() or not np.isfinite(vectors).all():
+        found = (
+            "NaN or infinity" if vectors.any() else f"none of the {len(words)} words of the data"
+        )
+        raise UserError(f"--vectors {source}: holds {found}")
     return torch.from_numpy(vectors)
 
 
-def _vector_lines(path, words):
-    """Yield (word, numbers) of each line of a file of vectors whose word is in words.
-
-    numbers: (width,) float32; the first line says the width. UserError names a damaged line."""
-    with open(path, "rb") as f:
-        lines = tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines")
-        width = None
-        for i, line in enumerate(lines, 1):
-            width = line.count(b" ") if width is None else width
-            try:
-                word, *numbers = line.decode().rstrip().rsplit(" ", width)
-                if len(numbers) != width or not width or not word:
-                    raise ValueError(
-                        f"a word and {max(1, width)} numbers are wanted, {len(numbers)} are there"
-                    )
-                if word not in words:
-                    continue
-                with np.errstate(over="ignore"):  # of 1e39, which is not finite then
-                    numbers = np.array(numbers, np.float32)
-                if not np.isfinite(numbers).all():
-                    raise ValueError("a number is not finite")
-            except ValueError as e:  # of decoding too
-                raise UserError(f"--vectors {path}, line {i}: {e}") from None
-            yield word, numbers
-
-
-# --------------------------------------------------------------------------------------------------
-# The network
-# --------------------------------------------------------------------------------------------------
+# --- the network
 
 
 class Embedding(nn.Module):

@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys, place):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("text, words", [("[[0], [1]]", ["2 clients", "4"]), ("[1", ["JSON"])])
+@pytest.mark.parametrize("text, words", [("[[0], [1]]", ["--clients 2"]), ("[1", ["JSON"])])
 def test_a_split_file_that_no_data_can_have(tmp_path, capsys, text, words):
     path = tmp_path / "split.json"
     path.write_text(text)

@@ -200,10 +200,8 @@ def test_what_is_no_number_of_bytes():
 @pytest.mark.parametrize(
     "personal, words",
     [
-        ({"head": torch.zeros(1)}, "no 'head'"),
-        ({"classifier.bias": torch.zeros(1)}, r"'classifier.bias' is \(1,\), not \(62,\)"),
-        ({"classifier.bias": 3}, "'classifier.bias' is int, not"),
-        ([torch.zeros(62)], "must be {name: tensor}"),
+        ({"head": torch.zeros(1)}, "no such 'head'"),
+        ({"classifier.bias": torch.zeros(1)}, "no such 'classifier.bias'"),
     ],
 )
 def test_weights_that_are_not_the_network_s(tmp_path, personal, words):

@@ -325,7 +325,7 @@ def test_views_keep_layout_and_alignment():
         torch.zeros(0),
         torch.tensor(2.5).double(),
     ]
-    buffer, parts = torchrun.views([torchrun.layout(t) for t in tensors], "cpu")
+    buffer, parts = torchrun.views([t.to("meta") for t in tensors], "cpu")
     assert buffer.dtype == torch.uint8
     for t, part in zip(tensors, parts):
         part.copy_(t)
@@ -339,7 +339,10 @@ def test_views_keep_layout_and_alignment():
     [
         ([], "--out: needed"),
         (["--out", "x", "--device", "cuda:1"], "--device: under torchrun cuda"),
-        (["--out", "x", "--device", "cuda"], "--device: a GPU for each process, and there are 2"),
+        (
+            ["--out", "x", "--device", "cuda"],
+            "--device: under torchrun cuda, one GPU a process; there are 2",
+        ),
     ],
 )
 def test_flags_under_torchrun(monkeypatch, argv, words):

