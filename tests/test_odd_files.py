@@ -190,16 +190,6 @@ def test_a_pipe_as_tweets(tmp_path, capsys):
     is_refused(capsys, path, *text_flags(tmp_path))
 
 
-TORCHVISION = {"cifar10": "cifar-10-batches-py/data_batch_1", "mnist": "MNIST/raw/labels"}
-
-
-@pytest.mark.parametrize("dataset", TORCHVISION)
-def test_a_pipe_as_a_file_of_torchvision(tmp_path, capsys, dataset):
-    path = tmp_path / TORCHVISION[dataset]
-    path.parent.mkdir(parents=True)
-    is_refused(capsys, pipe(path), "--dataset", dataset, "--data-dir", tmp_path)
-
-
 def test_pipes_as_files_of_flags(tmp_path, capsys):
     path = pipe(tmp_path / "pipe")
     refused(capsys, fedavg, [*TINY, "--partition", "file", "--split-file", path], "no such file")
