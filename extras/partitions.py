@@ -199,6 +199,8 @@ def file_partition(path, samples, clients, partial=False):
 
 def _read_split(path):
     """Return the lists of a split file, in order of their clients; ValueError if it has none."""
+    if not pathlib.Path(path).is_file():
+        raise ValueError("no such file")
     text = pathlib.Path(path).read_text()
     try:
         split = json.loads(text)
