@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import pathlib
 import sys
@@ -15,10 +14,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from common import NATURAL, Data, UserError, file_status
+from common import NATURAL, Data, UserError, checksum, file_status
 from run_folder import load as load_file, save
 
-CACHE = ".cache-" + "[0-9a-f]" * 16  # the names of caches
+CACHE = ".cache-" + "[0-9a-f]" * 8  # the names of caches
 
 
 def load(args):
@@ -205,7 +204,7 @@ def read_cached(root, paths, key, read, check):
     for path in paths:
         status = file_status(path)
         files.append((os.path.relpath(path, root), status.st_size, status.st_mtime_ns))
-    digest = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
+    digest = checksum([], (files, key))
     cache = root / f".cache-{digest}.pt"
     _remove_leftovers(root)
     if cache.is_file():

@@ -1,8 +1,8 @@
 """Networks from elsewhere: a module cut into blocks, saved weights."""
 
-import hashlib
 import pathlib
 import sys
+import zlib
 from collections import OrderedDict
 
 import torch
@@ -115,13 +115,13 @@ def _classifier(block, name):
 
 
 def note_init(args):
-    """Note the digest of --init's file in args; UserError if there is none.
+    """Note the CRC-32 of --init's file in args; UserError if there is none.
 
     A run that goes on from its checkpoint has no need of the file."""
     if not _resumes(args):
         if not pathlib.Path(args.init).is_file():
             raise UserError(f"--init {args.init}: no such file")
-        args.init_sha256 = file_digest(args.init)
+        args.init_crc32 = f"{zlib.crc32(pathlib.Path(args.init).read_bytes()):08x}"
 
 
 def _resumes(args):
@@ -159,9 +159,3 @@ def load_init(net, args):
         if not args.quiet:
             print(f"--init {path}: {message}", file=sys.stderr)
     common.load_weights(net, own | kept)
-
-
-def file_digest(path):
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -73,9 +73,7 @@ def test_leftovers_of_kills_are_removed(folder):
     for file in kept:
         (folder / file).write_text("kept")
     for size in (None, 8):
-        leftovers = [
-            folder / f"{old}.{ended.pid}.tmp" for old in (name, ".cache-0123456789abcdef.pt")
-        ]
+        leftovers = [folder / f"{old}.{ended.pid}.tmp" for old in (name, ".cache-01234567.pt")]
         for path in leftovers:
             path.write_bytes(b"cut")
         images.folder(folder, size)
