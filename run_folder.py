@@ -37,9 +37,6 @@ PLAIN = (int, float, bool, str, type(None))  # what may be kept beside tensors
 VERSIONS = {"torch": torch.__version__, "numpy": np.__version__}  # which decide the last bits
 
 
-# --- files, written whole or not at all, of which damage is found
-
-
 def write_atomically(path, content):
     """Write bytes so that a kill, a full disk or a power failure leaves the old file or the new."""
     path = pathlib.Path(path)
@@ -57,14 +54,10 @@ def write_atomically(path, content):
 
 def sync_path(path):
     """Wait until a file or a folder, which may be gone, would outlive a power failure."""
-    if os.name != "posix":
-        return
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError if os.name == "posix" else OSError):
         handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def packed(tree):
@@ -110,11 +103,9 @@ def check_archive(f):
     if f.read(2) == b"\x80\x02":
         raise ValueError("written as before torch 1.6; save it again with torch.save")
     archive = zipfile.ZipFile(f)
-    damaged = archive.testzip()
-    if damaged:
-        raise ValueError(f"the checksum of {damaged} is not that of what it holds")
-    if any(record.external_attr for record in archive.infolist()):
-        raise ValueError("a record is marked as a folder, which torch would not read")
+    # torch reads nothing of a record that is marked as a folder
+    if archive.testzip() or any(record.external_attr for record in archive.infolist()):
+        raise ValueError("its checksums are not those of what it holds")
 
 
 def sealed(fields, before=0):
@@ -134,19 +125,16 @@ def unsealed(text, before=0):
     raise ValueError("damaged, or not what should follow here")
 
 
-def read_config(out, flag="--out "):
+def read_config(out):
     """Return config.json of the run in the folder out. UserError if out is no run."""
     path = out / "config.json"
     try:
         if path.is_file():
             return unsealed(path.read_text())
-    except OSError as e:
-        raise UserError(f"{flag}{out}: config.json cannot be read ({e.strerror})") from None
     except ValueError:
-        why = "config.json is damaged, or not of a run of this project"
-        raise UserError(f"{flag}{out}: {why}") from None
+        raise UserError(f"{out}: config.json is damaged, or not of a run of this project") from None
     hint = f"; did you mean {out}/*?" if any(out.glob("*/config.json")) else ""
-    raise UserError(f"{flag}{out}: no run, since it has no config.json{hint}")
+    raise UserError(f"{out}: no run, since it has no config.json{hint}")
 
 
 def read_rows(out, config):
@@ -178,18 +166,10 @@ def read_checkpoint(out, config):
     return state, rows
 
 
-# --- what a run is: its flags, data and code, which a resumed one must share
-
-
 def default_out(args):
     """Return the name of a new run folder."""
     now = datetime.datetime.now()
     return f"runs/{args.script}-{args.dataset}-{args.model}-{now:%Y%m%d-%H%M%S-%f}"
-
-
-def decisive(flags):
-    """Return the flags, {name: value}, that decide a run's result."""
-    return {k: v for k, v in flags.items() if k not in FREE_ON_RESUME}
 
 
 def data_digests(data, parts):
@@ -260,32 +240,21 @@ def check_same(out, config, part, now):
 
 
 def commit():
-    """Return the commit of the code, with "+changes" where its folder holds more than that.
-
-    None outside a repository."""
-
-    def git(*words):
-        where = {"cwd": pathlib.Path(__file__).parent, "capture_output": True, "text": True}
-        return subprocess.run(["git", *words], check=True, **where).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain"))
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    """Return the commit of the code, with "+changes" where its folder holds more; None without."""
+    words, here = "git status --porcelain=v2 --branch".split(), pathlib.Path(__file__).parent
+    with contextlib.suppress(OSError):  # no git
+        status = subprocess.run(words, cwd=here, capture_output=True, text=True).stdout
+        head = re.search(r"^# branch.oid (\w+)", status, re.M)
+        return head and head[1] + "+changes" * bool(re.search(r"^[^#]", status, re.M))
 
 
 def hardware(device):
     """Return what a device is called: the GPU, or the processor and how many cores are used."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    cpuinfo, name = pathlib.Path("/proc/cpuinfo"), platform.machine()
-    if cpuinfo.exists():
-        model = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M)
-        name = model[1] if model else name
-    return f"{name}, {common.CORES} cores"
-
-
-# --- what clients keep
+    cpus = pathlib.Path("/proc/cpuinfo")
+    name = cpus.exists() and re.search(r"^model name\s*: (.+)$", cpus.read_text(), re.M)
+    return f"{name[1] if name else platform.machine()}, {common.CORES} cores"
 
 
 class States:
@@ -303,13 +272,10 @@ class States:
     def path(self, k, version):
         return self.folder / f"{k}-{version[0]}.pt"
 
-    def read(self, k):
-        """Return the state of client k, {} before it has one. UserError for a wrong file."""
+    def get(self, k, default=None):
+        """Return the state of client k, default before it has one. UserError for a wrong file."""
         version = self.versions.get(k)
-        return load(self.path(k, version), self.what, version[1]) if version else {}
-
-    def get(self, k, default):
-        return self.read(k) or default
+        return load(self.path(k, version), self.what, version[1]) if version else default
 
     def write(self, k, state, t):
         """Write the state that client k leaves in round t. Return its version, None without one."""
@@ -327,16 +293,12 @@ class States:
 
     def note(self, k, version):
         """Let the version of its state that client k left count, if it left one."""
+        before = self.versions.get(k)
         if version:
-            self.forget(k)
             self.versions[k] = version
-
-    def forget(self, k):
-        """Let no file of client k count."""
-        before = self.versions.pop(k, None)
-        if before and before[0] > self.committed:
+        if version and before and before[0] > self.committed:
             self.remove(self.path(k, before))
-        elif before:
+        elif version and before:
             self.replaced.append(self.path(k, before))
 
     def sync(self):
@@ -384,25 +346,6 @@ class States:
             path.unlink()
 
 
-# --- the folder
-
-
-LOCKS = set()  # of run folders that this process has taken
-# what a kill leaves of a file that was being written; other names are not ours to delete
-LEFTOVER = re.compile(r"(config\.json|metrics\.jsonl|(best|checkpoint|model)\.pt)\.\d+\.tmp")
-
-
-def forget_locks():
-    """Close a forked process' copies: one that decodes images may outlive a run that is killed."""
-    for lock in LOCKS:
-        os.close(lock)
-    LOCKS.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not where there are no forks
-    os.register_at_fork(after_in_child=forget_locks)
-
-
 class RunFolder:
     """The folder of a run, from which it resumes exactly."""
 
@@ -419,29 +362,21 @@ class RunFolder:
 
     def take(self):
         """Lock the folder and look into it; UserError, before any long work, if it is not free."""
-        if self.args.resume:
-            read_config(self.out)  # a folder that is none has nothing to lock
-        else:
+        if not self.args.resume:
             self.out.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self._clear()
         if self.args.resume:
             self.config = read_config(self.out)
-            self._check_run()
             self._go_on()
         elif any(self.out.iterdir()):
-            more = "continue that run with --resume, or name another folder"
-            raise UserError(f"--out {self.out}: exists already; {more}")
+            raise UserError(f"--out {self.out}: exists already; --resume it, or name another")
 
     def _lock(self):
-        """Keep the folder from other processes until close(), or until this one ends.
-
-        Where the system or the file system has no locks, say so and go on."""
+        """Keep the folder from other processes until close(); without locks say so and go on."""
         try:
             import fcntl
 
             self.lock = os.open(self.out, os.O_RDONLY)
-            LOCKS.add(self.lock)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {self.out}: another process is writing to this run") from None
@@ -449,32 +384,24 @@ class RunFolder:
             advice = "see that no second process writes to this run"
             print(f"{self.out}: cannot be locked here ({e}); {advice}", file=sys.stderr)
         self.taken = True
-
-    def _clear(self):
-        """Remove what a kill has left of files that were being written."""
-        for path in self.out.glob("*.tmp"):
-            if LEFTOVER.fullmatch(path.name):
+        for path in self.out.glob("*.tmp"):  # what a kill has left; others are not ours to delete
+            if re.fullmatch(r"(config|metrics|checkpoint|best|model)\.\w+\.\d+\.tmp", path.name):
                 path.unlink()
 
-    def _check_run(self):
-        """Raise UserError where flags or code are not those that the run began with."""
-        flags = self.config["flags"]
-        given = decisive(flag_values(self.args)).items()
-        known = {k: v for k, v in given if k in flags}  # others came later
-        check_same(self.out, self.config, "flags", flags | known)
-        if self.args.rounds < flags["rounds"]:
-            less = f"{self.args.rounds} is less than the run's {flags['rounds']}"
-            raise UserError(f"argument --rounds: {less}")
-        check_same(self.out, self.config, "code", self.code)
-        self._compare_versions()
-
     def _go_on(self):
-        """Take on what the run's machine has settled, and the result depends on."""
-        args, config = self.args, self.config
+        """Take on what the run began with. UserError where flags or code are others."""
+        args, config, flags = self.args, self.config, self.config["flags"]
+        decisive = {k: v for k, v in flag_values(args).items() if k not in FREE_ON_RESUME}
+        known = {k: v for k, v in decisive.items() if k in flags}  # others came later
+        check_same(self.out, config, "flags", flags | known)
+        if args.rounds < flags["rounds"]:
+            raise UserError(f"--rounds: {args.rounds} is less than the run's {flags['rounds']}")
+        check_same(self.out, config, "code", self.code)
+        self._compare_versions()
         # 0 workers: a GPU's number was never settled
-        same = args.workers == config["flags"]["workers"]
+        same = args.workers == flags["workers"]
         workers = config["workers"] if same else common.plan(args)[0]
-        self.workers = workers, config["threads"]
+        self.workers = workers, config["threads"]  # which decide the result
         args.capture = args.graph and config.get("graph", True)
 
     def _compare_versions(self):
@@ -490,7 +417,6 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.out.rmdir()
         if self.lock is not None:
-            LOCKS.discard(self.lock)
             os.close(self.lock)
 
     def know_data(self, data, parts):
@@ -502,14 +428,13 @@ class RunFolder:
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
         args, flags = self.args, flag_values(self.args)
-        name = [args.script, decisive(flags), self.digests, self.code]
+        decisive = {k: v for k, v in flags.items() if k not in FREE_ON_RESUME}
         self.config = {
-            "run": checksum([], name),
+            "run": checksum([], [args.script, decisive, self.digests, self.code]),
             "script": args.script,
             "flags": flags,
             "workers": workers,
             "threads": threads,
-            "moved": args.moved,
             "device": hardware(args.device),
             "versions": {"python": platform.python_version(), **VERSIONS},
             "code": self.code,
@@ -535,7 +460,7 @@ class RunFolder:
             rounds = len(read_rows(self.out, self.config))
             if rounds > flags["checkpoint_every"] or (self.out / "model.pt").exists():
                 raise UserError(f"{path}: missing, though metrics.jsonl has {rounds} rounds")
-        for flag in ("rounds", "checkpoint_every"):  # which the next resume goes by
+        for flag in ("rounds", "checkpoint_every"):  # by which the next resume goes
             flags[flag] = getattr(self.args, flag)
         self.config.pop("stopped", None)  # by on_round
 
@@ -574,8 +499,7 @@ class RunFolder:
         """Commit the state of fed after the last row: first what it names, then what names it."""
         t = fed.server["round"]
         check_leaves(fed.server, "server", PLAIN)
-        for k in [k for k, version in self.models.versions.items() if version[0] < t]:
-            self.models.forget(k)
+        self.models.versions = {k: v for k, v in self.models.versions.items() if v[0] == t}
         self.states.sync()
         self.models.sync()
         self.write_rows()
@@ -591,7 +515,7 @@ class RunFolder:
         }
         save(state, self.out / "checkpoint.pt")
         self.states.commit(t)
-        self.models.commit(t)
+        self.models.sweep()
         (self.out / "model.pt").unlink(missing_ok=True)  # of an earlier end
         self.publish()
 

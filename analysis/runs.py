@@ -128,7 +128,7 @@ class FinishedRun:
                 f"{self.models.folder}: missing; the client models of the last round are kept by "
                 "runs with --save-clients"
             )
-        return self.load_net(self.models.read(client))
+        return self.load_net(self.models.get(client))
 
     def best_net(self):
         """Return the network of the best round, as best.pt holds it."""
@@ -151,7 +151,7 @@ def open_run(path, device="auto", data_dir=None):
     no finished run, or holds files that are not its own, and for data that are not the run's.
     """
     path = pathlib.Path(path)
-    config = run_folder.read_config(path, "")
+    config = run_folder.read_config(path)
     flags, rows = config["flags"], read_rows(path, config)
     state, committed = run_folder.read_checkpoint(path, config)
     if len(committed) < len(rows):
@@ -245,7 +245,7 @@ def check_new(path, name, picture_keys=()):
     path = pathlib.Path(path)
     unfinished = path / f"{name}.unfinished"
     if (path / f"{name}.json").exists():
-        config = run_folder.read_config(path, "")
+        config = run_folder.read_config(path)
         if is_stale(path, name, read_rows(path, config)):
             return
         unfinished.unlink(missing_ok=True)  # killed behind the last write

@@ -434,7 +434,7 @@ class Folder(run_folder.RunFolder):
     """The folder of a run, which rank 0 writes and all read; states are written by all."""
 
     # what other ranks leave to rank 0
-    WRITES = "_lock _clear _compare_versions write_config write_rows finish".split()
+    WRITES = "_lock _compare_versions write_config write_rows finish".split()
 
     def __init__(self, args, code):
         super().__init__(args, code)

@@ -116,7 +116,7 @@ def read_run(path):
     if the folder is no run, or a damaged one.
     """
     path = pathlib.Path(path)
-    config = run_folder.read_config(path, "")
+    config = run_folder.read_config(path)
     flags = later_flags() | config["flags"]
     flags["epochs"] = None if flags["local_steps"] else flags["epochs"]
     return RunRecord(

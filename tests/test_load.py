@@ -58,7 +58,7 @@ def test_a_record_marked_as_a_folder_is_found(tmp_path):
     entry = content.rindex(b"archive/data/0") - 46
     content[entry + 38] ^= 16
     path.write_bytes(content)
-    with pytest.raises(common.UserError, match="marked as a folder"):
+    with pytest.raises(common.UserError, match="checksums are not those"):
         run_folder.load(path)
 
 

@@ -333,28 +333,6 @@ def test_a_new_folder_is_taken_by_the_first(tmp_path, capsys, monkeypatch):
     assert len(rows_of(out)) == 1
 
 
-def test_a_forked_process_does_not_hold_the_lock(tmp_path):
-    """One that decodes images for a run outlives it by seconds when the run is killed."""
-    first, second = (RunFolder(flags("--out", str(tmp_path / "run"))) for _ in range(2))
-    first.take()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writer, b"x")
-        signal.pause()
-    os.read(reader, 1)
-    assert "another process" in refusal(second.take)
-    second.close()
-    os.close(first.lock)  # as a kill does: without a word to the system's locks
-    run_folder.LOCKS.discard(first.lock)
-    try:
-        second.take()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        second.close()
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
 def test_without_locks_a_run_says_so_once(tmp_path, capsys, monkeypatch, number):
     """On such file systems, and where there is no fcntl, nor resource, as on Windows."""
@@ -397,7 +375,7 @@ REFUSED = [
     (fedprox, ["--out", "RUN", "--resume"], ["scaffold.py", "fedprox.py"]),
     (scaffold, ["--out", "RUN/none", "--resume"], ["none", "no run"]),
     (scaffold, ["--out", "RUN/..", "--resume"], ["did you mean"]),
-    (scaffold, ["--out", 300 * "a", "--resume"], ["config.json cannot be read", "too long"]),
+    (scaffold, ["--out", 300 * "a", "--resume"], ["too long"]),
 ]
 
 
@@ -606,7 +584,8 @@ def test_full_disk_is_one_line(tmp_path):
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-def test_divergence_names_round_and_client(tmp_path, capsys):
+def test_divergence_loses_nothing(tmp_path):
+    """The line names round and client; the checkpoint stays."""
     out = tmp_path / "run"
 
     def local_update(worker, client, server, args):
@@ -618,11 +597,6 @@ def test_divergence_names_round_and_client(tmp_path, capsys):
     parser = common.flags("x", "fedavg")
     common.run(parser.parse_args([*TINY, "--rounds", "1", "--out", str(out)]), local_update)
     good = contents(out)
-    args = parser.parse_args(resumed(out, "--rounds", 3))
-    args.shell = True
-    with pytest.raises(SystemExit) as stop:
-        common.run(args, local_update)
-    err = capsys.readouterr().err
-    assert stop.value.code == 1 and len(err.splitlines()) == 1
-    assert "round 2, client 2" in err and "keeps the checkpoint" in err
+    with pytest.raises(FloatingPointError, match="round 2, client 2"):
+        common.run(parser.parse_args(resumed(out, "--rounds", 3)), local_update)
     assert contents(out) == good

@@ -29,8 +29,8 @@ def names(states):
 
 def test_a_state_comes_back_with_its_strides(tmp_path):
     states = states_in(tmp_path, (7, 1.5, 1))
-    assert states.read(8) == {}
-    matrix, number = states.read(7)["c"]
+    assert states.get(8, {}) == {}
+    matrix, number = states.get(7, {})["c"]
     assert torch.equal(matrix, torch.full((3, 2), 1.5))
     assert (matrix.stride(), number) == ((1, 3), 1.5)
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_leads_back_to_its_versions(tmp_path):
     (states.folder / "1-1.pt").mkdir()
     again = States(states.folder)
     again.restore(table, 1)
-    assert again.read(7)["c"][1] == 1 and again.read(9) == {}
+    assert again.get(7, {})["c"][1] == 1 and again.get(9, {}) == {}
     again.sweep()
     assert names(again) == ["1-1.pt", "7-1.pt", "mine.pt"]
 
@@ -72,7 +72,7 @@ def test_a_state_that_was_emptied_stays_empty(tmp_path):
     assert states.write(7, {}, 1) is None
     keep(states, 7, 1.0, 1)
     states.note(7, states.write(7, {}, 2))
-    assert states.read(7) == {} and states.versions[7][0] == 2
+    assert states.get(7, {}) == {} and states.versions[7][0] == 2
 
 
 def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
