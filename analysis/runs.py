@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import common
 import run_folder
+from extras import partitions
 
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 FONTS = {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}  # type that journals accept
@@ -165,8 +166,8 @@ def open_run(path, device="auto", data_dir=None):
     torch_device = common.set_up_device(call.args)
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
-    tests = common.client_tests(data, parts, call.args)
-    digests = run_folder.data_digests(data, parts + (tests or []))
+    tests = partitions.client_test_indices(data, parts, call.args) if flags["client_test"] else []
+    digests = run_folder.data_digests(data, parts + tests)
     run_folder.check_same(path, config, "data", digests)
     data = data.to(torch_device)
     call.args.init = None  # its weights are the checkpoint's

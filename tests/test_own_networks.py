@@ -306,7 +306,7 @@ def test_a_run_goes_on_without_the_file_of_init(tmp_path):
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b" / "states").mkdir(parents=True)
     (tmp_path / "config.json").rename(tmp_path / "b" / "config.json")
-    with pytest.raises(common.UserError, match="--init .*: no such file"):
+    with pytest.raises(common.UserError, match="init.pt: no such state_dict"):
         fedavg.main([*on, str(tmp_path / "b")])
     torch.save(common.build_net("cnn", 62).state_dict(), path)
     with pytest.raises(common.UserError, match="another --init_crc32"):
@@ -360,7 +360,7 @@ def bad_inits(path):
         ("list", ["not a state_dict"]),
         ("module", ["not a readable state_dict"]),
         ("text", ["not a readable state_dict"]),
-        ("absent", ["no such file"]),
+        ("absent", ["no such state_dict"]),
     ],
 )
 def test_bad_inits(tmp_path, capsys, name, words):

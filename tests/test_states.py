@@ -45,10 +45,6 @@ def test_old_versions_go_after_the_commit_alone(tmp_path):
         assert names(states) == there
     states.commit(3)
     assert names(states) == ["7-3.pt", "8-1.pt"]
-    states.forget(8)
-    assert names(states) == ["7-3.pt", "8-1.pt"]
-    states.commit(4)
-    assert names(states) == ["7-3.pt"]
 
 
 def test_a_checkpoint_leads_back_to_its_versions(tmp_path):
