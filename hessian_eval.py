@@ -735,7 +735,7 @@ def check_runs(args):
     Raises UserError, before any long work, for runs of different data sets or with missing or
     damaged files, and for results that would be overwritten.
     """
-    configs = {path: run_folder.read_config(pathlib.Path(path), "") for path in args.runs}
+    configs = {path: run_folder.read_config(pathlib.Path(path)) for path in args.runs}
     check_distinct(args.runs)
     check_data_sets(configs)
     results = {}

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import common
 import run_folder
+from extras import partitions
 
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 FONTS = {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}  # type that journals accept
@@ -89,9 +90,8 @@ def method_call(script, argv=()):
 class FinishedRun:
     """A finished run, opened for analysis.
 
-    parts: the training indices of each client. net: the global network with the weights of
-    model.pt, in eval mode. rows: those of metrics.jsonl. run: what the stamps of the run's files
-    name it, None in older runs, whose files have none.
+    parts: the training indices of each client. net: the global network, in eval mode. rows: those
+    of metrics.jsonl. best: the weights of the best round. models: the clients' of the last round.
     """
 
     path: pathlib.Path
@@ -101,7 +101,8 @@ class FinishedRun:
     parts: list
     net: nn.Module
     rows: list
-    run: str | None = None
+    best: dict
+    models: run_folder.States
 
     @property
     def clients(self):
@@ -116,45 +117,30 @@ class FinishedRun:
     def client_net(self, client):
         """Return the network of a client (its id) at the end of the last round.
 
-        Raises UserError if the run has not kept it, and for the model of another round.
+        Raises UserError if the run has not kept it.
         """
-        path = self.path / "clients" / f"{client}.pt"
         if client not in self.clients:
             raise common.UserError(
-                f"{path}: client {client} was not in the last round, which had "
+                f"{self.path}: client {client} was not in the last round, which had "
                 f"{', '.join(map(str, self.clients))}"
             )
-        if not path.exists():
+        if client not in self.models.versions:
             raise common.UserError(
-                f"{path}: missing; the client models of the last round are kept by runs with "
-                "--save-clients"
+                f"{self.models.folder}: missing; the client models of the last round are kept by "
+                "runs with --save-clients"
             )
-        return self.load_net(path, round=self.rows[-1]["round"], client=client)
+        return self.load_net(self.models.get(client))
 
     def best_net(self):
-        """Return the network of the round with the best test accuracy."""
-        return self.load_net(self.path / "best.pt", round=run_folder.best_row(self.rows)["round"])
+        """Return the network of the best round, as best.pt holds it."""
+        return self.load_net(self.best)
 
-    def load_net(self, path, **stamp):
-        """Return a copy of the network with the weights of a file; stamp: what they must be of.
-
-        Raises UserError for weights of another network, run or round, and for weights that are not
-        finite.
-        """
+    def load_net(self, weights):
+        """Return a copy of the network with weights, of the run. UserError for NaN or infinity."""
         net = common.copy_net(self.net)
-        weights = run_folder.load(path, "model")
-        try:
-            net.load_state_dict(weights)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            ellipsis = "..." if len(reason) > 200 else ""
-            raise common.UserError(
-                f"{path}: not the weights of this run's network, {self.args.model} with "
-                f"{self.data.classes} classes ({reason[:200]}{ellipsis})"
-            ) from None
-        run_folder.check_stamp(weights, path, {"run": self.run, **stamp} if self.run else {})
+        net.load_state_dict(weights)
         if not all(v.isfinite().all() for v in net.state_dict().values() if v.is_floating_point()):
-            raise common.UserError(f"{path}: holds NaN or infinity")
+            raise common.UserError(f"{self.path}: its weights hold NaN or infinity")
         return net
 
 
@@ -166,55 +152,57 @@ def open_run(path, device="auto", data_dir=None):
     no finished run, or holds files that are not its own, and for data that are not the run's.
     """
     path = pathlib.Path(path)
-    config = run_folder.read_config(path, "")
+    config = run_folder.read_config(path)
     flags, rows = config["flags"], read_rows(path, config)
+    state, committed = run_folder.read_checkpoint(path, config)
+    if len(committed) < len(rows):
+        raise common.UserError(unfinished(path))
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
-    words = [*config["argv"], f"--device={device}", "--precision=fp32"]
+    words = ["--resume", f"--out={path}", f"--device={device}", "--precision=fp32"]
     if data_dir:
         words.append(f"--data-dir={data_dir}")
-    try:
-        call = method_call(config["script"], words)
-    except common.UserError as error:
-        raise common.UserError(f"{path / 'config.json'}: {error}") from None
+    call = method_call(config["script"], words)
     torch_device = common.set_up_device(call.args)
     data = common.load_data(call.args)
     parts = common.partition(data, call.args)
-    tests = common.client_tests(data, parts, call.args)
-    run_folder.check_data(config, path, run_folder.data_digests(data, parts + (tests or [])))
+    tests = partitions.client_test_indices(data, parts, call.args) if flags["client_test"] else []
+    digests = run_folder.data_digests(data, parts + tests)
+    run_folder.check_same(path, config, "data", digests)
     data = data.to(torch_device)
-    call.args.init = None  # its weights are model.pt's
+    call.args.init = None  # its weights are the checkpoint's
     net = common.prepare_net(data, call.args, call.method.adapt)
-    script, name = config["script"], config.get("run")
-    run = FinishedRun(path, script, call.args, data, parts, net, rows, name)
-    run.net = run.load_net(path / "model.pt", **mark_of(rows))
+    models = run_folder.States(path / "clients", "model")
+    models.restore(state["models"], rows[-1]["round"])
+    run = FinishedRun(
+        path, config["script"], call.args, data, parts, net, rows, state["best"], models
+    )
+    run.net = run.load_net(state["net"])
     return run
 
 
 def read_rows(path, config):
     """Return the rows of the run in the folder path, of whose config.json config is the content.
 
-    UserError if it has not finished, if they are not its own, or the last lacks what analyses read.
+    UserError if it has not finished, or if they are damaged.
     """
-    unfinished = f"{path}: has not finished (--out {path} --resume continues it)"
-    if not (path / "model.pt").exists():
-        raise common.UserError(unfinished)
-    metrics = path / "metrics.jsonl"
-    try:
-        lines = metrics.read_bytes().splitlines() if metrics.is_file() else ()
-        rows = list(run_folder.read_rows(lines, config))
-        if not rows or rows[-1]["test_acc"] is None:
-            raise ValueError("the last round is not there")
-    except (OSError, ValueError):
-        raise common.UserError(f"{metrics}: missing, damaged or of another run") from None
-    if rows[-1]["round"] < config.get("stopped", config["flags"]["rounds"]):
-        raise common.UserError(unfinished)
+    rows = run_folder.read_rows(path, config)
+    if len(rows) < config.get("stopped", config["flags"]["rounds"]):
+        raise common.UserError(unfinished(path))
     return rows
+
+
+def unfinished(path):
+    """Return what is said of a run of which rounds are missing."""
+    return (
+        f"{path}: has not finished, or metrics.jsonl is damaged; --out {path} --resume goes on, or "
+        "says what is damaged"
+    )
 
 
 def mark_of(rows):
     """Return what tells the last of rows, and with it all: its round and its checksum."""
-    return {"round": rows[-1]["round"], "rows_checksum": rows[-1].get("crc32")}
+    return {"round": rows[-1]["round"], "rows_checksum": rows[-1]["crc32"]}
 
 
 # --- results
@@ -234,14 +222,11 @@ class Analysis:
 
 
 def is_stale(path, name, rows):
-    """Whether NAME.json in the run folder path says that it is not of the last of the run's rows.
-
-    Those of older versions do not say of which they are, or say the round alone.
-    """
+    """Whether NAME.json in the run folder path says that it is of other rows than these."""
     try:
-        result = run_folder.parse_json((path / f"{name}.json").read_text())
+        result = json.loads((path / f"{name}.json").read_text())
         return any(result.get(key, value) != value for key, value in mark_of(rows).items())
-    except (OSError, ValueError, AttributeError, IndexError):
+    except (OSError, ValueError, AttributeError, IndexError, RecursionError):
         return False
 
 
@@ -261,7 +246,7 @@ def check_new(path, name, picture_keys=()):
     path = pathlib.Path(path)
     unfinished = path / f"{name}.unfinished"
     if (path / f"{name}.json").exists():
-        config = run_folder.read_config(path, "")
+        config = run_folder.read_config(path)
         if is_stale(path, name, read_rows(path, config)):
             return
         unfinished.unlink(missing_ok=True)  # killed behind the last write

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import pathlib
 import sys
@@ -16,10 +15,10 @@ from PIL import Image
 from tqdm import tqdm
 
 import common
-from common import NATURAL, Data, UserError, file_status
+from common import NATURAL, Data, UserError, checksum, file_status
 from run_folder import load as load_file, save
 
-CACHE = ".cache-" + "[0-9a-f]" * 16 + ".pt"  # the names of caches
+CACHE = ".cache-" + "[0-9a-f]" * 8 + ".pt"  # the names of caches
 BY_CLASS, BY_CLIENT = "*/*", "*/*/*"  # the layouts CLASS/* and CLIENT/CLASS/*
 
 
@@ -119,9 +118,7 @@ def resized(data, size):
         return x.round().clamp(0, 255).byte()
 
     found = {k: getattr(data, k) for k in ("x", "x_test", "x_val")}
-    found = {
-        k: v.split(2000) for k, v in found.items() if v is not None
-    }  # as floats they are large
+    found = {k: v.split(2000) for k, v in found.items() if v is not None}  # large as floats
     return dataclasses.replace(data, **{k: torch.cat([*map(resize, v)]) for k, v in found.items()})
 
 
@@ -135,7 +132,7 @@ def read_cached(root, paths, key, read):
     for path in paths:
         status = file_status(path)
         files.append((os.path.relpath(path, root), status.st_size, status.st_mtime_ns))
-    name = hashlib.blake2b(repr((files, key)).encode(), digest_size=8).hexdigest()
+    name = checksum([], (files, key))
     cache = root / f".cache-{name}.pt"
     if cache.is_file():
         with contextlib.suppress(Exception):

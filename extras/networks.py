@@ -1,8 +1,8 @@
 """Networks from elsewhere: a module cut into blocks, saved weights."""
 
-import hashlib
 import pathlib
 import sys
+import zlib
 from collections import OrderedDict
 
 import torch
@@ -99,17 +99,6 @@ def _classifier(block, name):
 # --- saved weights
 
 
-def note_init(args):
-    """Note the digest of --init's file in args; UserError if there is none.
-
-    A run that goes on from its checkpoint has no need of the file."""
-    if not _resumes(args):
-        if not pathlib.Path(args.init).is_file():
-            raise UserError(f"--init {args.init}: no such file")
-        with open(args.init, "rb") as f:
-            args.init_sha256 = hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def _resumes(args):
     """Return whether the weights to go on from are a checkpoint's."""
     return args.resume and pathlib.Path(args.out, "checkpoint.pt").exists()
@@ -118,13 +107,18 @@ def _resumes(args):
 def load_init(net, args):
     """Load the weights of --init, a state_dict, into net, but not to go on from a checkpoint.
 
-    The classifier, net's last block, may be of another shape: it then stays as it is, which
-    args.init_classifier notes for config.json, and a line on stderr says unless args.quiet.
-    UserError for what does not fit."""
+    args.init_crc32 notes the file's checksum for config.json. The classifier, net's last block, may
+    be of another shape: it then stays as it is, which args.init_classifier notes, and a line on
+    stderr says unless args.quiet. UserError for what does not fit."""
     if _resumes(args):
         return
-    path, own = args.init, net.state_dict()
-    weights = run_folder.load(path, "state_dict")
+    path, out = args.init, pathlib.Path(args.out or "")
+    weights, own = run_folder.load(path, "state_dict"), net.state_dict()
+    args.init_crc32 = f"{zlib.crc32(pathlib.Path(path).read_bytes()):08x}"
+    if args.resume:  # it was killed before its first checkpoint
+        config = run_folder.read_config(out)
+        now = config["flags"] | {"init_crc32": args.init_crc32}
+        run_folder.check_same(out, config, "flags", now)
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError(f"--init {path}: not a state_dict, {{name: tensor}}")
     odd = sorted(weights.keys() ^ own.keys())

@@ -80,7 +80,7 @@ def flags_of(args):
     """Return what a rank's command line says of the run, {what: value}."""
     values = {k: v for k, v in common.flag_values(args).items() if k not in FREE}
     values["device"] = torch.device(args.device).type
-    flags = {f"--{k.removesuffix('_sha256').replace('_', '-')}": v for k, v in values.items()}
+    flags = {f"--{k.removesuffix('_crc32').replace('_', '-')}": v for k, v in values.items()}
     return {"script": args.script} | flags
 
 
@@ -393,14 +393,21 @@ def views(like, device):
 class Folder(run_folder.RunFolder):
     """The folder of a run, which rank 0 writes and all read; states are written by all."""
 
+    # what other ranks leave to rank 0
+    WRITES = "_lock _compare_versions write_config write_rows finish".split()
+
     def __init__(self, args, code):
         super().__init__(args, code)
+        write = self.models.write
+        # of copies: torch.save takes no views of one buffer, as another rank's weights are
+        self.models.write = lambda k, tree, t: write(k, common.tree_map(torch.clone, tree), t)
         if RANK:
-            self.states.remove = lambda path: None
+            self.models.write = self.states.remove = lambda *_: None
+            for name in self.WRITES:
+                setattr(self, name, lambda *_: None)
 
     def take(self):
-        code = self.code.parts if self.code else {}
-        check_alike(versions() | {f"code of {part}": digest for part, digest in code.items()})
+        check_alike(versions() | {f"code of {part}": text for part, text in self.code.items()})
         by_rank_0(super().take)
         if self.args.resume:
             self._check_shared()
@@ -418,14 +425,6 @@ class Folder(run_folder.RunFolder):
         check_alike({f"{what} of the data": digest for what, digest in digests.items()})
         super().know_data(data, parts)
 
-    def compare_versions(self):
-        if RANK == 0:
-            super().compare_versions()
-
-    def _lock(self):
-        if RANK == 0:
-            super()._lock()
-
     def create(self, workers, threads):
         check_alike({"threads of a worker": threads})
         by_rank_0(lambda: super(Folder, self).create(workers, threads))
@@ -433,32 +432,22 @@ class Folder(run_folder.RunFolder):
             self._check_shared()
         except common.UserError:
             if RANK == 0:  # the run has not begun
-                self.states.folder.rmdir()
                 (self.out / "config.json").unlink()
             raise
         self.config = run_folder.read_config(self.out)
 
     def write_config(self):
-        if RANK == 0:
-            self.config["torchrun"] = STARTER
-            super().write_config()
+        self.config["torchrun"] = STARTER
+        super().write_config()
 
-    def settle(self, fed):
-        if RANK == 0:
-            super().settle(fed)
-
-    def save(self, tree, name, stamp):
-        if RANK == 0:  # of copies: torch.save takes no views of one buffer, another rank's weights
-            super().save({k: v.clone() for k, v in tree.items()}, name, stamp)
-
-    def append(self, row):
-        line = None
-        if RANK == 0:
-            super().append(row)
-            line = [json.dumps(self.rows[-1])]
-        line = broadcast(line, 0)  # each has other seconds
+    def restore(self, fed):
+        by_rank_0(lambda: super(Folder, self).restore(fed))
         if RANK:
-            self.rows.append(json.loads(line[0]))
+            super().restore(fed)
+
+    def keep(self, fed, row):
+        [line] = broadcast([json.dumps(row)], 0)  # each has other seconds
+        super().keep(fed, json.loads(line) if RANK else row)
 
     def checkpoint(self, fed):
         self.states.sync()
@@ -468,17 +457,3 @@ class Folder(run_folder.RunFolder):
         else:
             self.states.commit(fed.server["round"])
         wait()
-
-    def restore(self, fed):
-        by_rank_0(lambda: super(Folder, self).restore(fed))
-        if RANK:
-            self.follow(fed)
-
-    def follow(self, fed):
-        """Fill fed from what rank 0 has restored."""
-        path, metrics = self.out / "checkpoint.pt", self.out / "metrics.jsonl"
-        if path.exists():
-            self._load_checkpoint(path, fed)
-        self.states.restore(fed.server["round"])
-        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-        self.rows = [json.loads(line) for line in lines]

@@ -70,7 +70,7 @@ def parsed_flags(command):
 
 def code_parts(command):
     """Return what config.json would keep of the code of a command line's functions."""
-    return run_folder.code_of(parsed(command)[1]).parts
+    return run_folder.code_of(parsed(command)[1])
 
 
 def parsed(command):

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import typing
 
-import run_folder
+import common
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ def is_number(value):
 def accuracy_figures(tested):
     """Return the figures of the rows that have been evaluated."""
     accuracies = [row["test_acc"] for row in tested]
-    last, best = tested[-1] if tested else {}, run_folder.best_row(tested)
+    last, best = tested[-1] if tested else {}, common.best_row(tested)
     five = accuracies[-5:]
     return {
         "last": last.get("test_acc"),

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import hashlib
 import itertools
 import pathlib
 import re
@@ -217,7 +216,7 @@ def setting_of(words):
     first = ["dataset", "model"]
     kept = sorted(flags.keys() - silent, key=lambda name: (name not in first, name))
     text = " ".join(name * (name not in first) + ",".join(flags[name]) for name in kept)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = common.checksum([], text)
     return text if len(text) <= 100 else f"{text[:90]} {digest}"
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import types
 
 import common
 import run_folder
@@ -37,8 +36,6 @@ SETTING_FLAGS = (
     "local_steps",
     "batch_size",
 )
-# What is raised where a file holds JSON of another shape.
-MISSHAPEN = ValueError, KeyError, TypeError, AttributeError
 
 
 @dataclasses.dataclass
@@ -119,19 +116,19 @@ def read_run(path):
     if the folder is no run, or a damaged one.
     """
     path = pathlib.Path(path)
-    config = read_settings(path)
+    config = run_folder.read_config(path)
     flags = later_flags() | config["flags"]
-    flags["epochs"] = None if flags.get("local_steps") else flags.get("epochs")
+    flags["epochs"] = None if flags["local_steps"] else flags["epochs"]
     return RunRecord(
         path=path,
         script=config["script"],
-        code=config.get("code"),
+        code=config["code"],
         flags=flags,
         rows=read_rows(path, config),
-        hardware=str(config.get("device")),
-        torch=str((config.get("versions") or {}).get("torch")),
-        commit=config.get("commit") or "unknown",
-        workers=config.get("workers"),
+        hardware=config["device"],
+        torch=config["versions"]["torch"],
+        commit=config["commit"] or "unknown",
+        workers=config["workers"],
         stopped=config.get("stopped"),
     )
 
@@ -143,52 +140,6 @@ def later_flags():
     return common.flag_values(parser.parse_args(["--device", "cpu"]))
 
 
-def read_settings(path):
-    """Return config.json of a run folder. Raises UserError if it is not one of this project."""
-    file = path / "config.json"
-    try:
-        if not file.is_file():
-            hint = f"; did you mean {path}/*?" if any(path.glob("*/config.json")) else ""
-            raise common.UserError(f"{path}: no run, since it has no config.json{hint}")
-        config = run_folder.parse_config(file.read_text())
-        valid = is_config(config)
-    except common.UserError:
-        raise
-    except OSError as e:
-        raise common.UserError(f"{path}: config.json cannot be read ({e.strerror})") from None
-    except MISSHAPEN:
-        valid = False
-    if not valid:
-        raise common.UserError(f"{path}: config.json is damaged, or not of a run of this project")
-    return config
-
-
-def is_config(config):
-    """Whether config.json has what a RunRecord needs; its argv is not, and old ones have none.
-
-    Raises one of MISSHAPEN where it is of another shape altogether.
-    """
-    flags = config["flags"]
-    decisive_flags(flags)
-    return (
-        type(config["script"]) is str
-        and type(flags["dataset"]) is str
-        and type(flags["seed"]) is int
-        and type(flags["rounds"]) is int
-        and flags["rounds"] > 0
-        and type(config.get("workers")) in (int, types.NoneType)
-        and type(config.get("stopped")) in (int, types.NoneType)
-        and type(config.get("versions")) in (dict, types.NoneType)
-        and type(config.get("commit")) in (str, types.NoneType)
-        and is_code(config.get("code"))
-    )
-
-
-def is_code(code):
-    """Whether code is what config.json may hold of a method's functions."""
-    return code is None or all(type(text) is str for text in [*code.keys(), *code.values()])
-
-
 def read_rows(path, config):
     """Return the rows of metrics.jsonl in a run folder; config: its config.json.
 
@@ -196,20 +147,15 @@ def read_rows(path, config):
     """
     file = path / "metrics.jsonl"
     try:
-        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+        rows = run_folder.read_rows(path, config)
+        whole = file.read_bytes().count(b"\n") if file.exists() else 0  # the next is being written
     except OSError as e:
         raise common.UserError(f"{file}: cannot be read ({e.strerror})") from None
-    rows = []
-    try:
-        for row in run_folder.read_rows(lines, config):
-            rows.append(row)
-    except ValueError:
-        number = len(rows) + 1
-        if number < len(lines) or lines[-1].endswith(b"\n"):  # else it is being written
-            raise common.UserError(
-                f"{file}: line {number} is damaged, or of another run; it should be the row of "
-                f"round {number}"
-            ) from None
+    if len(rows) < whole:
+        raise common.UserError(
+            f"{file}: line {len(rows) + 1} is damaged, or of another run; it should be the row of "
+            f"round {len(rows) + 1}"
+        )
     return rows
 
 

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import shlex
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from reproduce import compare
 from reproduce.cells import all_cells, parsed_flags
 from reproduce.jobs import slug
 from reproduce.runs import group_runs, read_run
+from runs import config_of
 
 ROOT = pathlib.Path(common.__file__).parent
 # of README's table, those with a published number; - is none
@@ -35,21 +35,21 @@ def make_run(folder, command=PLAIN, seed=0, accuracies=(10, 20, 30, 40), **more)
     flags = parsed_flags(f"{command} --seed {seed} --out {folder}")
     folder.mkdir(parents=True)
     config = {
+        "run": f"{seed:08x}",
         "script": command.split(".py")[0],
-        "argv": [*shlex.split(command)[1:], "--seed", str(seed)],
         "flags": flags,
         "workers": 1,
         "threads": 1,
         "device": "x86_64, 2 cores",
         "versions": {"torch": "2.15.0"},
+        "code": None,
         "commit": "0123456789+",
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    evaluated = []
+    (folder / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
-        evaluated += [] if accuracy is None else [accuracy]
-        rows.append({**make_row(number, accuracy), **run_folder.summary(evaluated), **more})
+        row = make_row(number, accuracy)
+        rows.append({**row, **common.summary([*rows, row]), **more})
     write_rows(folder, rows)
     (folder / "checkpoint.pt").touch()
     if len(rows) >= flags["rounds"]:
@@ -75,7 +75,13 @@ def read_rows(folder):
 
 
 def write_rows(folder, rows):
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write metrics.jsonl of rows, with their checksums."""
+    crc, text = int(config_of(folder)["run"], 16), ""
+    for row in rows:
+        row = run_folder.sealed(row, crc)
+        crc = row["crc32"]
+        text += json.dumps(row) + "\n"
+    (folder / "metrics.jsonl").write_text(text)
 
 
 def make_cell_run(folder, cell, accuracy, **more):

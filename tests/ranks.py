@@ -78,11 +78,10 @@ def contents(out):
     """Return all that a run leaves, without what may differ: seconds, and flags of the machine."""
     checkpoint = run_folder.load(out / "checkpoint.pt")
     found = {"rows": rows_of(out), "net": checkpoint["net"], "server": checkpoint["server"]}
-    found["states"] = {
-        path.name: run_folder.load(path) for path in sorted((out / "states").iterdir())
-    }
-    found["clients"] = {path.name: run_folder.load(path) for path in sorted(out.glob("clients/*"))}
-    found["versions"] = sorted((k, t) for k, t, _ in checkpoint["clients"].tolist())
+    for folder, table in (("states", "clients"), ("clients", "models")):
+        paths = sorted(out.glob(f"{folder}/*"))
+        found[folder] = {path.name: run_folder.load(path) for path in paths}
+        found[f"{table} named"] = sorted((k, t) for k, t, _ in checkpoint[table].tolist())
     return found | {name: run_folder.load(out / name) for name in ("model.pt", "best.pt")}
 
 

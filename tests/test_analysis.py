@@ -8,12 +8,11 @@ import runpy
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, refused_amid_output
-from runs import without_checksums
+from conftest import TINY, refused_amid_output, same
+from runs import config_of, write_config
 from tqdm import tqdm
 
 import common
-import run_folder
 import extras.glyphs
 import fedavg
 import hessian_eval
@@ -55,9 +54,7 @@ def test_open_run_restores_the_network(tmp_path, monkeypatch, script, flags):
 
 
 def test_runs_are_opened_in_full_precision(run):
-    config = json.loads((run / "config.json").read_text())
-    config["argv"] += ["--precision", "bf16"]
-    (run / "config.json").write_text(json.dumps(run_folder.sealed(config)))
+    write_config(run, flags=config_of(run)["flags"] | {"precision": "bf16"})
     assert runs.open_run(run).args.precision == "fp32"
 
 
@@ -159,7 +156,7 @@ def test_an_analysis_of_an_earlier_round_makes_way(run, capsys):
 
 
 def test_results_that_do_not_say_of_which_round_they_are_stay(run):
-    """Those of older versions; nor is anything known of a file that is no result."""
+    """They are a user's own."""
     rows = runs.open_run(run).rows
     for text, stale in (
         ("{}", False),
@@ -184,119 +181,79 @@ def test_a_users_own_file_is_no_analysis(run):
 # --- bad run folders
 
 
-def other_weights():
-    """Return weights of a network of ten classes, which no run here has."""
-    return common.build_net("cnn", 10).state_dict()
-
-
 def test_folder_without_a_run(tmp_path, capsys):
     refused_amid_output(capsys, hessian_eval, [tmp_path / "none"], "none", "no run")
 
 
 def test_bad_client_models(run, original_run, capsys):
-    path = run / "clients" / "1.pt"
-    path.write_bytes(b"no tensors")
-    for script in (hessian_eval, similarity):
-        refused_amid_output(capsys, script, [run], "1.pt", "not a readable")
+    path = run / "clients" / "1-2.pt"
+    for content in (b"no tensors", (run / "clients" / "2-2.pt").read_bytes()):
+        path.write_bytes(content)
+        for script in (hessian_eval, similarity):
+            refused_amid_output(capsys, script, [run], "1-2.pt", "not the one that checkpoint.pt")
     path.unlink()
     for script in (hessian_eval, similarity, features):
-        refused_amid_output(capsys, script, [run], "1.pt", "--save-clients")
-    run_folder.save(other_weights(), path)
-    refused_amid_output(capsys, hessian_eval, [run], "1.pt", "62 classes")
+        refused_amid_output(capsys, script, [run], "1-2.pt", "no such model")
     refused_amid_output(capsys, features, [original_run, "--classes", "62"], "--classes", "62")
     refused_amid_output(capsys, features, [original_run, "--clients", "7"], "client 7", "0, 1, 2")
 
 
-def test_bad_global_model(run, capsys):
-    run_folder.save(other_weights(), run / "model.pt")
-    refused_amid_output(capsys, hessian_eval, [run], "model.pt", "62 classes")
-    (run / "model.pt").unlink()
-    refused_amid_output(capsys, hessian_eval, [run], str(run), "not finished", "--resume")
+def test_a_run_without_client_models(tmp_path, capsys):
+    fedavg.main([*TINY, "--local-steps", "1", "--rounds", "1", "--out", str(tmp_path / "a")])
+    refused_amid_output(capsys, similarity, [tmp_path / "a"], "missing", "--save-clients")
 
 
 def test_bad_config(run, original_run, capsys):
-    path = run / "config.json"
-    config = json.loads(path.read_text())
-    config["flags"]["dataset"] = "cifar10"
-    path.write_text(json.dumps(config))
+    config, path = config_of(run), run / "config.json"
+    path.write_text(json.dumps(config | {"script": "fedprox"}))
     refused_amid_output(capsys, hessian_eval, [original_run, run], "config.json is damaged")
-    path.write_text(json.dumps(run_folder.sealed(config)))
+    write_config(run, flags=config["flags"] | {"dataset": "cifar10"})
     refused_amid_output(capsys, hessian_eval, [original_run, run], "cifar10", "glyphs")
-    path.write_text(json.dumps(run_folder.sealed({**config, "script": "../evil"})))
-    refused_amid_output(capsys, similarity, [run], "config.json", "no such script")
-    path.write_text("{")
-    refused_amid_output(capsys, hessian_eval, [run], "config.json", "damaged")
-    for wrong in ({"model": 1.5}, {"dataset": None}):
-        flags = config["flags"] | wrong
-        path.write_text(json.dumps(run_folder.sealed({**config, "flags": flags})))
-        refused_amid_output(capsys, similarity, [run], "config.json is damaged")
-    path.write_text(json.dumps(run_folder.sealed({**config, "stopped": "x"})))
-    refused_amid_output(capsys, similarity, [run], "config.json is damaged")
+    write_config(run, script="../evil")
+    refused_amid_output(capsys, similarity, [run], "evil", "no such script")
 
 
-# --- files of another round or run
+# --- files that are not those of the last round
 
 
-def moved(run, name, other):
-    """Put the file of another place under a name of the run, and return its path."""
-    (run / name).write_bytes(other.read_bytes())
-    return str(run / name)
-
-
-def test_files_of_another_round(run, tmp_path, capsys):
-    """Of the model, the best one and a client's each is refused that is not of the round named."""
-    longer = tmp_path / "longer"
-    argv = [*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--out", str(longer)]
-    fedavg.main([*argv, "--rounds", "1"])
-    first = {path: path.read_bytes() for path in longer.glob("**/*.pt")}
-    fedavg.main(["--out", str(longer), "--resume", "--rounds", "2"])
-    for name in ("model.pt", "clients/1.pt"):
-        latest = (longer / name).read_bytes()
-        (longer / name).write_bytes(first[longer / name])
-        message = "its round is 1, and should be 2"
-        refused_amid_output(capsys, similarity, [longer], str(longer / name), message)
-        (longer / name).write_bytes(latest)
-    opened = runs.open_run(longer)
-    opened.best_net()
-    best = run_folder.best_row(opened.rows)["round"]
-    other = first[longer / "model.pt"] if best == 2 else (longer / "model.pt").read_bytes()
-    (longer / "best.pt").write_bytes(other)
-    argv = [longer, "--authors", "--samples", "2"]
-    message = f"its round is {3 - best}, and should be {best}"
-    refused_amid_output(capsys, hessian_eval, argv, "best.pt", message)
-    moved(longer, "clients/1.pt", longer / "clients" / "2.pt")
-    refused_amid_output(capsys, similarity, [longer], "its client is 2, and should be 1")
+def test_copies_are_not_read(run):
+    """model.pt and best.pt are for people; what an analysis sees is the checkpoint's."""
+    expected = runs.open_run(run)
+    for name in ("model.pt", "best.pt"):
+        (run / name).unlink()
+    opened = runs.open_run(run)
+    assert same(opened.net.state_dict(), expected.net.state_dict())
+    assert same(opened.best_net().state_dict(), expected.best_net().state_dict())
 
 
 @pytest.mark.parametrize("rows", [b"", b'{"round": 1'])
-def test_a_run_that_is_under_way_is_not_called_damaged(run, capsys, rows):
+def test_a_run_that_is_under_way_is_not_analysed(run, capsys, rows):
     """Nor is one that was cut in its first round, or amid a row."""
-    (run / "model.pt").unlink()
     (run / "metrics.jsonl").write_bytes(rows)
     refused_amid_output(capsys, similarity, [run], str(run), "has not finished", "--resume")
 
 
-def test_a_run_that_is_to_go_on_is_not_analysed(run, capsys):
-    """It was resumed with more rounds, and stopped before the first of them."""
-    config = json.loads((run / "config.json").read_text())
-    config["flags"]["rounds"] += 1
-    (run / "config.json").write_text(json.dumps(run_folder.sealed(config)))
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_run_that_is_to_go_on_is_not_analysed(run, capsys, rounds):
+    """It was resumed with more rounds, and killed before or behind the row of the last."""
+    checkpoint = (run / "checkpoint.pt").read_bytes()
+    fedavg.main(["--out", str(run), "--resume", "--rounds", "3"])
+    (run / "checkpoint.pt").write_bytes(checkpoint)
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:rounds]))
     refused_amid_output(capsys, similarity, [run], str(run), "has not finished", "--resume")
 
 
 def test_files_of_another_run(run, tmp_path, capsys):
-    """Of the same network and round, from another seed; and weights that no run has written."""
-    other = tmp_path / "other"
+    """Of the same network and round, from another seed."""
     argv = [*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--seed", "1"]
-    fedavg.main([*argv, "--out", str(other)])
-    path = moved(run, "clients/1.pt", other / "clients" / "1.pt")
-    refused_amid_output(capsys, similarity, [run], path, "its run is")
-    run_folder.save(dict(run_folder.load(run / "model.pt")), run / "model.pt")
-    refused_amid_output(capsys, similarity, [run], "model.pt: not of this run")
-
-
-def test_files_of_before_there_were_stamps(run):
-    """A run whose config.json names no run has files that name none."""
-    without_checksums(run)
-    run_folder.save(dict(run_folder.load(run / "model.pt")), run / "model.pt")
-    assert runs.open_run(run).run is None
+    fedavg.main([*argv, "--out", str(tmp_path / "other")])
+    for name, message in (
+        ("clients/1-2.pt", "not the one that checkpoint.pt names"),
+        ("checkpoint.pt", "not a checkpoint of this run"),
+        ("metrics.jsonl", "metrics.jsonl is damaged"),
+    ):
+        whole = (run / name).read_bytes()
+        (run / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        refused_amid_output(capsys, similarity, [run], str(run), message)
+        (run / name).write_bytes(whole)

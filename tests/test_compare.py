@@ -17,6 +17,7 @@ from makers import (
     run_compare,
     write_rows,
 )
+from runs import write_config
 
 import fedavg
 from reproduce.compare import MARKS
@@ -198,8 +199,7 @@ def test_runs_that_were_stopped_are_finished(tmp_path, capsys):
         for seed in range(4)
     ]
     for seed in (0, 1):
-        config = json.loads((folders[seed] / "config.json").read_text())
-        (folders[seed] / "config.json").write_text(json.dumps({**config, "stopped": seed + 1}))
+        write_config(folders[seed], stopped=seed + 1)
     _, out, _ = run_compare(capsys, *folders)
     # of 10, 20 and 40, and not 30, which was cut
     assert "3 (2 stopped at 1,2/4) + 1 at 3/4  23.33 +- 15.28" in out

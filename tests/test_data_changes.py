@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import TINY, make_folder, refused_amid_output
 from PIL import Image
-from runs import config_of
 from support import make_imagenet
 
 import common
@@ -94,25 +93,6 @@ def test_touched_and_moved_images_are_the_same(folder_run, tmp_path):
     assert len(rows) == 2
 
 
-def test_a_run_without_digests_is_resumed(folder_run):
-    """As one that an older version of the code began."""
-    root, out = folder_run
-    config = config_of(out)
-    del config["data"]
-    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
-    blacken(root, "train/ape/1.png")
-    _, rows = fedavg.main(["--out", str(out), "--resume", "--rounds", "2", *at(root)])
-    assert len(rows) == 2
-
-
-@pytest.mark.parametrize("damage", [[1], 5, {}, {"labels": 5}])
-def test_damaged_digests(folder_run, damage):
-    config = config_of(folder_run[1])
-    config = run_folder.sealed({**config, "data": damage})
-    (folder_run[1] / "config.json").write_text(json.dumps(config))
-    resumed(folder_run[1], "labels", more=at(folder_run[0]))
-
-
 def test_an_edited_split_file(tmp_path):
     path, out = tmp_path / "split.json", tmp_path / "run"
     parts = np.arange(600).reshape(2, 300).tolist()
@@ -121,7 +101,7 @@ def test_an_edited_split_file(tmp_path):
     fedavg.main([*SMALL, "--local-steps", "1", *words])
     parts[0][3], parts[1][3] = parts[1][3], parts[0][3]
     path.write_text(json.dumps(parts))
-    resumed(out, "--partition file")
+    resumed(out, "another partition of the data")
 
 
 def own(**changes):

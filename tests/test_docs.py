@@ -123,7 +123,7 @@ def check_parses(words, tmp_path, monkeypatch):
         main = module.main
         if hasattr(module, "local_update"):
             flags = [word for word in flags if word != "--resume"]  # which reads a run
-            assert main(flags, run=lambda args, *_, **__: args).argv is not None
+            assert main(flags, run=lambda args, *_, **__: args).script
             return
     parse = argparse.ArgumentParser.parse_known_args
 

@@ -57,30 +57,15 @@ def test_defaults_are_fedaligns_main_setting():
 
 
 def test_what_the_parser_notes():
-    """The script's name, and the words of the command without the folder."""
+    """The script's name, beside the flags."""
     args = common.flags("x", "dir/fedx.py").parse_args(["--out", "a", "--n_parties=5", "--quiet"])
     assert args.script == "fedx"
-    assert args.argv == ["--clients=5", "--quiet"]
     assert common.flag_values(args).keys() == vars(args).keys() - {
         "script",
-        "argv",
         "plain",
         "capture",
         "moved",
     }
-
-
-@pytest.mark.parametrize(
-    "words, left",
-    [
-        ("--lr 1 --out a", "--lr 1"),
-        ("--out=a --resume --lr 1", "--lr 1"),
-        ("--out a --resume", ""),
-        ("--out --resume --lr 1", "--lr 1"),
-    ],
-)
-def test_words_without_the_folder(words, left):
-    assert common.without_place(words.split()) == left.split()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, args_of, flags
+from runs import write_config
 
 import common
 import engine
-import run_folder
 import extras.glyphs
 import fedavg
 from extras import backbones, text
@@ -60,8 +60,7 @@ def test_a_run_notes_that_it_has_no_graphs(tmp_path):
     common.run(parser.parse_args([*TINY, "--out", str(out)]), local_update)
     config = json.loads((out / "config.json").read_text())
     assert config["graph"] is True
-    config["graph"] = False
-    (out / "config.json").write_text(json.dumps(run_folder.sealed(config)))
+    write_config(out, graph=False)
     seen.clear()
     words = ["--out", str(out), "--resume", "--rounds", "3"]
     common.run(parser.parse_args(words), local_update)

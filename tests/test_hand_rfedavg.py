@@ -111,7 +111,7 @@ def test_rfedavg_deltas(tmp_path, variant, sample, down):
     data, k = extras.glyphs.glyphs(), rows[-1]["clients"][0]
     part = parts_of(flags())[k]
     if variant == "rfedavg":
-        net.load_state_dict(run_folder.load(out / "clients" / f"{k}.pt"))
+        net.load_state_dict(run_folder.load(out / "clients" / f"{k}-3.pt"))
     net.eval()
     with torch.no_grad():
         mean = net[:-1](data.normalise(data.x[part])).mean(0)
@@ -187,7 +187,7 @@ def test_deltas_of_the_authors_code(tmp_path, variant):
         chosen = rng.permutation(parts[k])[:32]
         weights = net.state_dict()
         if variant == "rfedavg":
-            weights = run_folder.load(out / "clients" / f"{k}.pt")
+            weights = run_folder.load(out / "clients" / f"{k}-2.pt")
         delta = common.rows_of(deltas, [k], len(deltas["values"][0]))[0]
         assert torch.allclose(delta, feature_by_hand(weights, data.x[chosen], data), atol=1e-5)
 

@@ -339,8 +339,8 @@ def halved(weights):
 
 def test_hessian_eval_as_the_authors(run):
     """best.pt, ten augmented batches, and a trace that stops."""
-    best = run_folder.load(run / "best.pt")
-    run_folder.save(halved(best), run / "best.pt", best.stamp)
+    state = run_folder.load(run / "checkpoint.pt")
+    run_folder.save({**state, "best": halved(state["best"])}, run / "checkpoint.pt")
     opened = runs.open_run(run)
     plain = h.Batches(opened, np.concatenate(opened.parts), 1, tqdm(disable=True))
     frozen = h.AuthorsBatches(plain, 0, frozen=True)
@@ -355,7 +355,7 @@ def test_hessian_eval_as_the_authors(run):
     assert result["samples"] == 10
     assert 2 < result["trace"]["probes"] < 200
     train = h.AuthorsBatches(plain)
-    hessian = h.Hessian(opened.load_net(run / "best.pt"), train)
+    hessian = h.Hessian(opened.best_net(), train)
     expected = h.trace(hessian, 200, tol=1e-3).mean
     assert result["trace"]["value"] == pytest.approx(expected, rel=1e-3)
     assert train.iterations == result["trace"]["probes"]
@@ -373,8 +373,8 @@ def two_runs(run, tmp_path):
 
 def test_hessian_eval_names_mistakes_before_it_starts(two_runs, capsys):
     a, b = two_runs
-    run_folder.save(common.build_net("cnn", 10).state_dict(), b / "model.pt")
-    refused_amid_output(capsys, h, [a, b, *QUICK], "b/model.pt", "62 classes")
+    (b / "checkpoint.pt").write_bytes(b"")
+    refused_amid_output(capsys, h, [a, b, *QUICK], "b/checkpoint.pt", "not a readable")
     refused_amid_output(capsys, h, [a, a, *QUICK], "named twice")
     refused_amid_output(capsys, h, [a, a / ".." / "a", *QUICK], "named twice")
     assert not list(a.glob("hessian*"))

@@ -28,15 +28,19 @@ def test_summary():
     """EMA of 10, 20 with factor 0.9: (0.9 * 1 + 2) / 0.19 by hand.
 
     The last five of 1..6 have mean 4 and population deviation sqrt(2)."""
-    assert run_folder.summary([10, 20])["acc_ema"] == pytest.approx(2.9 / 0.19)
-    assert run_folder.summary([1, 2, 3, 4, 5, 6]) | {"acc_ema": 0} == {
+
+    def summary(*values):
+        return common.summary([{"test_acc": value} for value in values])
+
+    assert summary(10, None, 20)["acc_ema"] == pytest.approx(2.9 / 0.19)
+    assert summary(1, 2, 3, 4, 5, 6) | {"acc_ema": 0} == {
         "acc_ema": 0,
         "acc_last5_mean": 4,
         "acc_last5_std": pytest.approx(math.sqrt(2)),
         "best_acc": 6,
     }
     names = ("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc")
-    assert run_folder.summary([]) == dict.fromkeys(names)
+    assert summary(None) == dict.fromkeys(names)
 
 
 def test_metrics(tmp_path):
@@ -59,7 +63,7 @@ def test_metrics(tmp_path):
     assert rows[2]["best_acc"] == max(rows[1]["test_acc"], rows[2]["test_acc"])
     assert same(run_folder.load(out / "model.pt"), net.state_dict())
     # what was saved is what was averaged, by sample counts
-    clients = [run_folder.load(out / "clients" / f"{k}.pt") for k in range(4)]
+    clients = [run_folder.load(out / "clients" / f"{k}-3.pt") for k in range(4)]
     sizes = np.array([len(part) for part in parts_of(flags())])
     expected = sum(n / 600 * c["classifier.weight"].double() for n, c in zip(sizes, clients))
     assert torch.allclose(net[-1].weight.double(), expected, atol=1e-6)

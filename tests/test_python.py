@@ -178,10 +178,11 @@ def test_a_stopped_run_that_goes_on_keeps_no_older_model(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(run_folder.RunFolder, "append", fails)
-    with pytest.raises(OSError):
-        fedavg.main([*words, "--resume"])
-    assert not (tmp_path / "run" / "model.pt").exists()
+    for name, there in (("write_config", True), ("publish", False)):  # of a checkpoint
+        with monkeypatch.context() as patch, pytest.raises(OSError):
+            patch.setattr(run_folder.RunFolder, name, fails)
+            fedavg.main([*words, "--resume"])
+        assert (tmp_path / "run" / "model.pt").exists() == there
 
 
 def test_two_runs_in_a_process(tmp_path):

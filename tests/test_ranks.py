@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import TINY
 from ranks import assert_equal, run_ranks, start
-from runs import config_of, rounds_in
+from runs import config_of, rounds_in, write_config
 from test_docs import write_scripts
 
 import common
@@ -75,7 +75,7 @@ def test_two_ranks_give_the_run_of_one_process(tmp_path, monkeypatch):
     for out in (cut, back):
         assert_equal(tmp_path / "one" / "sums", out)
     names = {path.name for path in (tmp_path / "two" / "momentum" / "clients").iterdir()}
-    assert names == {f"{k}.pt" for k in range(4)}
+    assert names == {f"{k}-3.pt" for k in range(4)}
 
 
 def check_exit_codes(err):
@@ -268,14 +268,14 @@ def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
 
 DYING = """
 import os, signal
-import run_folder
-keep = run_folder.RunFolder.keep
+from extras.ranks import Folder
+keep = Folder.keep
 def dying(folder, fed, row):
     keep(folder, fed, row)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and row["round"] == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-run_folder.RunFolder.keep = dying
+Folder.keep = dying
 """
 
 
@@ -360,9 +360,7 @@ def test_only_an_attempt_of_the_same_torchrun_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(torchrun, "STARTER", "abc")
     assert not torchrun.began_here(out)
     assert not torchrun.began_here(tmp_path)
-    config = json.loads((out / "config.json").read_text())
-    config.pop("crc32", None)
-    (out / "config.json").write_text(json.dumps(config | {"torchrun": "abc"}))
+    write_config(out, torchrun="abc")
     assert torchrun.began_here(out)
 
 

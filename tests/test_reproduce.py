@@ -1,7 +1,6 @@
 """The command reproduce: which runs a table or a sweep needs, what is there, what is shown."""
 
 import csv
-import json
 import pathlib
 import re
 import shlex
@@ -18,6 +17,7 @@ from makers import (
     make_run,
     run_reproduce,
 )
+from runs import write_config
 
 from reproduce import __main__ as command_module
 from reproduce import cells as cells_module
@@ -373,14 +373,12 @@ def test_a_run_with_other_flags_is_not_finished(swept, more, message):
 
 def test_a_run_of_other_code_is_not_finished(swept):
     folder, sweep = swept
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
     for code, message in (
         (code_parts("fedavg.py"), ""),
         (code_parts("fedprox.py"), "another local_update, local_update "),
         (code_parts("fedavg.py") | {"aggregate": "median 1"}, "another aggregate, median 1"),
     ):
-        path.write_text(json.dumps(config | {"code": code}))
+        write_config(folder, code=code)
         result = sweep()
         assert is_refused(result, message, str(folder)) if message else result[:2] == (0, "")
 
@@ -400,8 +398,7 @@ def test_what_is_not_finished_goes_on(swept):
     (folder / "checkpoint.pt").unlink()
     assert sweep()[1] == ""
     assert is_refused(sweep("--rounds", "9"), "4 of 9 rounds without a checkpoint")
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"fedavg"', '"moon"'))
+    write_config(folder, script="moon")
     assert "a run of moon.py, not fedavg.py" in sweep()[2]
 
 

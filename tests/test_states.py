@@ -1,113 +1,78 @@
 """What clients keep between rounds: files that are read when a client trains, and no earlier."""
 
-import re
-import shutil
-
-import pytest
 import torch
-from conftest import TINY, refused, same
-from runs import assert_equal_runs, without_checksums
+from conftest import TINY, same
+from runs import assert_equal_runs
 
-import common
-import engine
 import run_folder
-import extras.glyphs
 import scaffold
+from run_folder import States
 
 
-def state_of(value):
-    return {"c": [torch.full((2, 3), value).t(), torch.tensor(value)]}
+def states_in(folder, *kept):
+    """Return States after clients have left what kept says, (client, value, round) each."""
+    states = States(folder / "states")
+    for k, value, t in kept:
+        keep(states, k, value, t)
+    return states
 
 
-@pytest.fixture
-def states(tmp_path):
-    found = run_folder.States(tmp_path / "states")
-    found.folder.mkdir()
-    return found
+def keep(states, k, value, t):
+    """Let client k leave a state in round t."""
+    tree = {"c": [torch.full((2, 3), value).t(), torch.tensor(value)]}
+    states.note(k, states.write(k, tree, t))
 
 
 def names(states):
     return sorted(path.name for path in states.folder.iterdir())
 
 
-def keep(states, k, value, t):
-    """Let client k leave a state in round t."""
-    states.note(k, states.write(k, state_of(value), t))
+def test_a_state_comes_back_with_its_strides(tmp_path):
+    states = states_in(tmp_path, (7, 1.5, 1))
+    assert states.get(8, {}) == {}
+    matrix, number = states.get(7, {})["c"]
+    assert torch.equal(matrix, torch.full((3, 2), 1.5))
+    assert (matrix.stride(), number) == ((1, 3), 1.5)
 
 
-def test_a_state_comes_back_with_its_strides(states):
-    """From memory and from the file."""
-    assert states.read(7) == {}
-    keep(states, 7, 1.5, 1)
-    for _ in range(2):  # reading takes it out of the cache
-        (matrix, number) = states.read(7)["c"]
-        assert torch.equal(matrix, torch.full((3, 2), 1.5))
-        assert matrix.stride() == (1, 3)
-        assert number == 1.5
-
-
-def test_old_versions_go_after_the_commit_alone(states):
+def test_old_versions_go_after_the_commit_alone(tmp_path):
     """Versions between two checkpoints go at once: no kill leads back to them."""
-    keep(states, 7, 1.0, 1)
-    keep(states, 8, 1.0, 1)
-    states.sync()
+    states = states_in(tmp_path, (7, 1.0, 1), (8, 1.0, 1))
     states.commit(1)
-    keep(states, 7, 2.0, 2)
-    assert names(states) == ["7-1.pt", "7-2.pt", "8-1.pt"]
-    keep(states, 7, 3.0, 3)
-    assert names(states) == ["7-1.pt", "7-3.pt", "8-1.pt"]
-    states.sync()
-    assert names(states) == ["7-1.pt", "7-3.pt", "8-1.pt"]
+    for t, there in ((2, ["7-1.pt", "7-2.pt", "8-1.pt"]), (3, ["7-1.pt", "7-3.pt", "8-1.pt"])):
+        keep(states, 7, float(t), t)
+        states.sync()
+        assert names(states) == there
     states.commit(3)
     assert names(states) == ["7-3.pt", "8-1.pt"]
 
 
-def test_a_checkpoint_leads_back_to_its_versions(states):
-    """Whatever was written after it; the files of a kill are cleared away."""
-    keep(states, 7, 1.0, 1)
+def test_a_checkpoint_leads_back_to_its_versions(tmp_path):
+    """Whatever was written after it; what it does not name goes at the end of the run."""
+    states = states_in(tmp_path, (7, 1.0, 1))
     states.commit(1)
     table = states.table()
-    keep(states, 7, 2.0, 2)
-    keep(states, 9, 2.0, 2)
-    (states.folder / "9-3.pt.12.tmp").write_bytes(b"cut")
-    again = run_folder.States(states.folder)
-    again.read_table(table)
-    again.restore(1)
-    assert names(again) == ["7-1.pt"]
-    assert again.read(7)["c"][1] == 1
-    assert again.read(9) == {}
+    for k in (7, 9):
+        keep(states, k, 2.0, 2)
+    (states.folder / "mine.pt").write_bytes(b"a user's own")
+    (states.folder / "1-1.pt").mkdir()
+    again = States(states.folder)
+    again.restore(table, 1)
+    assert again.get(7, {})["c"][1] == 1 and again.get(9, {}) == {}
+    again.sweep()
+    assert names(again) == ["1-1.pt", "7-1.pt", "mine.pt"]
 
 
-def test_a_state_that_was_emptied_stays_empty(states):
+def test_a_state_that_was_emptied_stays_empty(tmp_path):
+    states = states_in(tmp_path)
     assert states.write(7, {}, 1) is None
     keep(states, 7, 1.0, 1)
     states.note(7, states.write(7, {}, 2))
-    assert states.read(7) == {}
-    assert states.versions[7][0] == 2
-
-
-def test_the_cache_is_bounded(states, monkeypatch):
-    """The newest states stay; 28 bytes each, room for three of them."""
-    monkeypatch.setattr(run_folder.States, "CACHE", 100)
-    for k in range(9):
-        keep(states, k, float(k), 1)
-    assert list(states.cache) == [6, 7, 8]
-    assert states.cached == 84
-    assert [states.read(k)["c"][1] for k in (0, 8)] == [0, 8]
-    assert (list(states.cache), states.cached) == ([6, 7], 56)
-
-
-def test_a_cached_state_of_an_earlier_version_is_not_used(states):
-    """As where another process trained the client since."""
-    keep(states, 7, 1.0, 1)
-    other = run_folder.States(states.folder)
-    other.read_table(states.table())
-    states.note(7, other.write(7, state_of(2.0), 2))
-    assert states.read(7)["c"][1] == 2
+    assert states.get(7, {}) == {} and states.versions[7][0] == 2
 
 
 def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
-    """And none before: once a checkpoint, in the last of two rounds."""
+    """And none before: once a checkpoint, in the last of two rounds; then the rows."""
     events, save, sync = [], run_folder.save, run_folder.sync_path
 
     def noted(call):
@@ -121,99 +86,27 @@ def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "sync_path", noted(sync))
     argv = [*TINY, "--checkpoint-every", "2", "--local-steps", "1", "--eval-every", "2"]
     scaffold.main([*argv, "--out", str(tmp_path / "run")])
-    events = [name for name in events if not re.match("run|best|model", name)]
-    twice = [f"{k}-{t}.pt" for t in (1, 2) for k in range(4)]  # of round 1 nothing is left
-    assert sorted(events[:8]) == sorted(twice)
-    assert events[8:] == ["states", "checkpoint.pt"]
+    first = next(i for i, name in enumerate(events) if name.startswith("0-"))
+    twice = sorted(f"{k}-{t}.pt" for t in (1, 2) for k in range(4))  # of round 1 nothing is left
+    assert sorted(events[first : first + 8]) == twice
+    after = [name for name in events[first + 8 :] if ".tmp" not in name and name != "run"]
+    assert after == ["states", "metrics.jsonl", "checkpoint.pt", "best.pt", "model.pt"]
 
 
 def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
-    """Not at the start of a resumed run; without a cache as with one."""
+    """Not at the start of a resumed run."""
     argv = [*TINY, "--clients", "6", "--sample", "0.5", "--local-steps", "2"]
     scaffold.main([*argv, "--rounds", "5", "--out", str(tmp_path / "whole")])
-    monkeypatch.setattr(run_folder.States, "CACHE", 0)
-    out, seen, load = tmp_path / "cut", [], run_folder.States._load
-    monkeypatch.setattr(
-        run_folder.States,
-        "_load",
-        lambda self, path, sum_: (seen.append(path), load(self, path, sum_))[1],
-    )
+    out, seen, load = tmp_path / "cut", [], run_folder.load
     _, rows = scaffold.main([*argv, "--rounds", "3", "--out", str(out)])
     trained = {k: row["round"] for row in rows for k in row["clients"]}
-    seen.clear()
-    _, rows = scaffold.main(["--out", str(out), "--resume", "--rounds", "4"])
-    expected = {f"{k}-{trained[k]}.pt" for k in rows[-1]["clients"] if k in trained}
-    assert {path.name for path in seen} == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "load", lambda *args: (seen.append(args[0]), load(*args))[1])
+        _, rows = scaffold.main(["--out", str(out), "--resume", "--rounds", "4"])
+    read = {path.name for path in seen if path.parent.name == "states"}
+    assert read == {f"{k}-{trained[k]}.pt" for k in rows[-1]["clients"] if k in trained}
     scaffold.main(["--out", str(out), "--resume", "--rounds", "5"])
     assert_equal_runs(tmp_path / "whole", out)
     for path in (tmp_path / "whole" / "states").iterdir():
-        a, b = (
-            run_folder.load(folder / path.name)["c"] for folder in (path.parent, out / "states")
-        )
+        a, b = (load(folder / path.name)["c"] for folder in (path.parent, out / "states"))
         assert same(dict(enumerate(a)), dict(enumerate(b)))
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
-        torch.set_num_threads(1)
-        scaffold.main([*TINY, "--local-steps", "1", "--rounds", "1", "--out", str(out)])
-    return out
-
-
-def other_shape(path):
-    run_folder.save({"c": [torch.zeros(3)]}, path)
-
-
-def other_type(path):
-    run_folder.save(common.tree_map(torch.Tensor.double, run_folder.load(path)), path)
-
-
-def other_client(path):
-    shutil.copy(path.with_name("2-1.pt"), path)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-@pytest.mark.parametrize(
-    "damage, word",
-    [
-        (other_shape, "checkpoint.pt"),
-        (other_type, "checkpoint.pt"),
-        (other_client, "checkpoint.pt"),
-        (cut, "not a readable"),
-    ],
-)
-def test_a_wrong_state_is_one_line(tmp_path, capsys, original, damage, word):
-    out = shutil.copytree(original, tmp_path / "run")
-    damage(out / "states" / "1-1.pt")
-    argv = ["--out", out, "--resume", "--rounds", "2"]
-    refused(capsys, scaffold, argv, "states/1-1.pt", "client state", word)
-
-
-def test_a_missing_state_is_one_line_at_once(tmp_path, capsys, monkeypatch, original):
-    """Before anything trains, and before anything is removed."""
-    out = shutil.copytree(original, tmp_path / "run")
-    (out / "states" / "1-1.pt").unlink()
-    (out / "states" / "1-9.pt").write_bytes(b"")
-    monkeypatch.setattr(engine.Worker, "train", None)
-    argv = ["--out", out, "--resume", "--rounds", "2"]
-    refused(capsys, scaffold, argv, "states/1-1.pt", "no such client state")
-    assert (out / "states" / "1-9.pt").exists()
-
-
-def test_runs_of_before_checksums_resume(tmp_path, original):
-    """Their checkpoints name {client: round}, and nothing says of which run a file is."""
-    out = shutil.copytree(original, tmp_path / "run")
-    without_checksums(out)
-    state = dict(torch.load(out / "checkpoint.pt"))
-    state["clients"] = {k: t for k, t, _ in state["clients"].tolist()}
-    torch.save(state, out / "checkpoint.pt")
-    scaffold.main(["--out", str(out), "--resume", "--rounds", "3"])
-    whole = [*TINY, "--local-steps", "1", "--rounds", "3", "--out", str(tmp_path / "whole")]
-    scaffold.main(whole)
-    assert_equal_runs(tmp_path / "whole", out)

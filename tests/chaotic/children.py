@@ -34,7 +34,7 @@ sys.modules["matplotlib"] = None  # an analysis without pictures is a faster one
 
 SECONDS = 40  # a child that takes longer hangs
 MEMORY = 4 << 30  # bytes that a child may take beside what it starts with
-NOTES = "is not cached", "cannot be locked here", "best.pt: missing"  # lines beside the one
+NOTES = "is not cached", "cannot be locked here"  # lines beside the one
 
 
 class Outcome(NamedTuple):

@@ -6,13 +6,11 @@ numbers there are no failure of its. A resume has the checkpoint to hold them ag
 import contextlib
 import os
 import random
-import re
 import shutil
 
 import common
 import run_folder
 from chaotic.world import METHODS, SIGHTS, difference, files_of, train
-from runs import rounds_in
 
 COMMANDS = {  # what reads the files, and in which folder of the World
     "resume": "new",
@@ -96,8 +94,8 @@ def case(world, n):
         if command == "begin":  # anew, on data that have a cache
             shutil.rmtree(folder / "run")
         part = folder / ("data" if command == "begin" or rng.random() < 0.2 else "run")
-        paths = [p for p in files_of(part) if command != "begin" or p.name.startswith(".cache")]
-        path = rng.choice(sorted(paths))
+        paths = sorted(p for p, content in files_of(part).items() if content)
+        path = rng.choice([p for p in paths if command != "begin" or p.name.startswith(".cache")])
         if path.suffix in (".json", ".jsonl") and command == "compare":
             damage = rng.choice([delete, become])
         what = f"{METHODS[i]}, {command}, {path.relative_to(folder)}: "
@@ -128,21 +126,24 @@ def put_back(path, content):
     path.write_bytes(content)
 
 
+def committed(folder):
+    """Return the round of a run's checkpoint, 0 where none can be read."""
+    with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
+        return run_folder.load(folder / "run" / "checkpoint.pt")["server"]["round"]
+    return 0
+
+
 def lost(folder, before):
     """Return the files, {path: bytes}, that a resume may not change before it is refused, and has.
 
-    It may make another cache, and forget what came behind the checkpoint: rows, a better model,
-    models of clients, states that it does not name."""
+    It may make another cache; and what no checkpoint names may go, or be trained anew."""
     out, after = folder / "run", files_of(folder)
-    forgotten = re.compile(r"\.|best-\d+\.pt|clients\.\d+\.tmp")
-    free = {p for p in before if any(map(forgotten.match, p.relative_to(folder).parts))}
+    free = {p for p in before if p.name.startswith(".")}
     with contextlib.suppress(common.UserError, LookupError, TypeError):  # another file's
-        table = run_folder.load(out / "checkpoint.pt")["clients"]
-        named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
-        free |= {p for p in before if p.parent == out / "states" and p.name not in named}
-    rows = out / "metrics.jsonl"
-    if rows in after and before.get(rows, b"").startswith(after[rows]):
-        free.add(rows)
+        state = run_folder.load(out / "checkpoint.pt")
+        for part, table in (("states", state["clients"]), ("clients", state["models"])):
+            named = {f"{k}-{t}.pt" for k, t, _ in table.tolist()}
+            free |= {p for p in before if p.parent == out / part and p.name not in named}
     return [path for path in before if path not in free and after.get(path) != before[path]]
 
 
@@ -151,7 +152,7 @@ def read_again(world, folder, i, command, joined):
 
     None where a run was trained to its end, which is to be compared with an uncut one's. joined:
     files of the user's that must stay."""
-    before, rounds = files_of(folder), rounds_in(folder / "run")
+    before, begun = files_of(folder), committed(folder)
     if command in SIGHTS:
         outcome, found = world.see(folder, command)
         same = found == world.seen(i, 4, command)
@@ -164,7 +165,7 @@ def read_again(world, folder, i, command, joined):
     if gone:
         return f"{gone[0]}, which is the user's, was removed"
     if outcome.code == 2:
-        if rounds_in(folder / "run") > rounds:
+        if committed(folder) > begun:
             return ""  # it has trained some before it read the file
         changed = [path.relative_to(folder) for path in lost(folder, before)]
         return changed and f"refused, but changed {changed[0]}" or ""

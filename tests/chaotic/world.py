@@ -121,7 +121,8 @@ def content(path):
     """Return what two files have in common that hold the same results."""
     if path.suffix == ".pt":
         with contextlib.suppress(common.UserError):
-            return run_folder.load(path)
+            tree = run_folder.load(path)
+            return {k: v for k, v in tree.items() if k != "rows_crc32"}  # rows hold seconds
     if path.name == "config.json":
         config = json.loads(path.read_text())
         return config["script"], {k: config["flags"][k] for k in ("rounds", "seed", "lr")}
