@@ -193,5 +193,6 @@ def test_a_pipe_as_tweets(tmp_path, capsys):
 def test_pipes_as_files_of_flags(tmp_path, capsys):
     path = pipe(tmp_path / "pipe")
     refused(capsys, fedavg, [*TINY, "--partition", "file", "--split-file", path], "no such file")
-    words = [*text_flags(tmp_path), "--vectors", path]
+    make_sent140(tmp_path)
+    words = [*text_flags(tmp_path), "--partition", "iid", "--vectors", path]
     refused(capsys, fedavg, [*TINY, *words], "no such file")
