@@ -73,7 +73,7 @@ def method_call(script, argv=()):
     if not hasattr(module, "local_update"):
         raise common.UserError(f"{script}.py: not the script of a method")
 
-    def record(args, local_update, aggregate=None, after_round=None, adapt=None):
+    def record(args, local_update, aggregate=None, after_round=None, adapt=None, **_):
         aggregate = aggregate or common.average
         return MethodCall(args, common.Method(local_update, aggregate, after_round, adapt))
 

@@ -8,7 +8,7 @@
 runs what is missing, goes on with what was cut, skips what is finished, and ends with the table of
 `python -m reproduce.compare`. Scripts with their FLAGS have runs in runs/compare-FLAGS/, so that a
 further script, seed or round later adds to what is there; a sweep in runs/sweep-SCRIPT-FLAG/. A
-cell of a paper's table (reproduce/cells.py) has its run in runs/PAPER-TABLE/, named after the cell
+cell of a paper's table (reproduce/cells.txt) has its run in runs/PAPER-TABLE/, named after the cell
 and its seed; a command that stands in several tables is run once, under the first; a run with other
 flags in its place is an error. Ctrl-C and --limit stop at any moment; the same command goes on from
 the last finished round. A run that fails, for want of its data for example, is listed at the end,
@@ -34,7 +34,7 @@ import time
 
 import common
 from reproduce import compare, plot
-from reproduce.cells import parsed_flags, view_of
+from reproduce.cells import parsed_flags, texts
 from reproduce.jobs import (
     analysis_lines,
     scripts_plan,
@@ -191,7 +191,10 @@ def published_view(args, cells):
     """
     first = cells[0]
     view = argparse.Namespace(**vars(args), picture=None)
-    shown = view_of(first.paper, first.table)
+    parser = common.PlainParser("")
+    compare.add_flags(parser)
+    words = texts("views", [first.paper, first.table]).split()
+    shown = {flag: value for flag, value in vars(parser.parse_args(words)).items() if value}
     flags = set().union(*(parsed_flags(cell.command) for cell in cells))
     if shown.get("x") not in {None, *plot.X_NAMES, *flags}:  # --only has left none with the flag
         shown = {"at": shown["at"]} if "at" in shown else {}

@@ -23,7 +23,7 @@ differ in --data-seed too, if no two of them have the same. The columns:
     delta bytes  of rFedAvg's deltas, down and up, a client and round
     others       what a method reported of the last round, server["report"]
 a +- b: mean and sample standard deviation (n - 1) over n. A last table sets the published
-numbers beside runs whose flags are those of a paper's cell (published.csv, cells.py), with
+numbers beside runs whose flags are those of a paper's cell (published.csv, cells.txt), with
 lambda_max, H_T, H_N and H_D where hessian_eval.py has been there. A mean over cells not all of
 which are there ("2 of 5 subsets") gets no difference, nor do runs that were cut. Which round
 FedAlign's and FedCKA's tables report is not stated: last and best are both given. Their times are

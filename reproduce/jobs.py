@@ -8,8 +8,9 @@ import re
 import shlex
 
 import common
-from analysis.runs import is_stale
-from reproduce.cells import AFTER, all_cells, code_parts, home, parsed_flags
+import run_folder
+from analysis.runs import is_stale, method_call
+from reproduce.cells import all_cells, home, parsed_flags, texts
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # where the scripts lie
@@ -305,6 +306,12 @@ def state_of(folder, command):
     return "finished" if finished else "begun"
 
 
+def code_parts(command):
+    """Return what config.json would keep of the code of a command line's functions."""
+    script, *words = shlex.split(command)
+    return run_folder.code_of(method_call(script.removesuffix(".py"), words).method)
+
+
 def check_code(run, code):
     """Raise UserError naming a function in which a run differs from the script as it is now."""
     for part in {**run.code, **code}:
@@ -359,13 +366,13 @@ def analysis_lines(plan, states):
     """
     lines = []
     for paper, table in dict.fromkeys((cell.paper, cell.table) for cell in plan.cells):
-        template = AFTER.get((paper, table), "")
-        if "{command}" in template:
-            lines += [template.format(command=command) for command in one_per_method(plan.cells)]
+        template = texts("after", [paper, table])
+        if "COMMAND" in template:
+            lines += [template.replace("COMMAND", c) for c in one_per_method(plan.cells)]
         elif template:
             folders = [f for f in plan.commands if states[f] != "finished" or to_analyse(f)]
             words = " ".join(shlex.quote(str(folder)) for folder in folders)
-            lines += [template.format(runs=words)] if folders else []
+            lines += [template.replace("RUNS", words)] if folders else []
     return lines
 
 

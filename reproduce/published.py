@@ -1,45 +1,16 @@
 """The numbers of published.csv, and the runs whose flags are those of their cells."""
 
-import csv
 import dataclasses
 import itertools
 import json
-import pathlib
-import typing
+import shlex
 
 from analysis.runs import is_stale
-from reproduce.cells import all_cells, parsed_flags
+from reproduce.cells import Cell, all_cells, parsed_flags, read_published
 from reproduce.figures import Mean, means, show_figure
 from reproduce.runs import as_text, baseline, comparable, decisive_flags, hardware_of
 
-PUBLISHED = pathlib.Path(__file__).with_name("published.csv")
 HESSIAN = ("lambda_max", "H_T", "H_N", "H_D")
-
-
-class Key(typing.NamedTuple):
-    """A row of a published table."""
-
-    paper: str
-    table: str
-    dataset: str
-    model: str
-    setting: str
-    method: str
-
-
-def key_of(cell):
-    """Return the Key of the row that a cell stands in."""
-    return Key(*(getattr(cell, field) for field in Key._fields))
-
-
-def read_published():
-    """Return {Key: {metric: (value, deviation)}} of published.csv, both as printed."""
-    lines = [line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")]
-    numbers = {}
-    for row in csv.DictReader(lines):
-        key = Key(*(row[field] for field in Key._fields))
-        numbers.setdefault(key, {})[row["metric"]] = row["value"], row["std"]
-    return numbers
 
 
 # --------------------------------------------------------------------------------------------------
@@ -61,7 +32,7 @@ def matching_cells(group):
 
 def may_match(cell, flags):
     """Whether flags agree with the words of a cell's command: a quick look before it is parsed."""
-    for word, value in itertools.pairwise(cell.words):
+    for word, value in itertools.pairwise(shlex.split(cell.command)[1:]):
         compared = word.startswith("--") and not value.startswith("--")
         if compared and word not in ("--vectors", "--augment"):
             if not same_value(value, flags.get(word[2:].replace("-", "_"))):
@@ -89,18 +60,18 @@ class Entry:
     There are several groups where the published number is a mean over cells (FedMLB's Table 6).
     """
 
-    key: Key
+    key: tuple  # of its cells
     groups: list
 
     @property
     def cells(self):
         """How many cells the published number is of."""
-        return sum(key_of(cell) == self.key for cell in all_cells()[self.key[:2]])
+        return sum(cell.key == self.key for cell in all_cells()[self.key[:2]])
 
     @property
     def caveat(self):
         """In what the published number is, or may be, another than ours: a sentence or nothing."""
-        return next(cell.caveat for cell in all_cells()[self.key[:2]] if key_of(cell) == self.key)
+        return next(cell.caveat for cell in all_cells()[self.key[:2]] if cell.key == self.key)
 
     @property
     def complete(self):
@@ -127,7 +98,7 @@ def measure(entry, metric, groups, published):
 
     groups: all that are shown, among them FedAvg's; published: of read_published().
     """
-    if metric == "acc" and entry.key.paper == "rFedAvg":
+    if metric == "acc" and Cell(*entry.key).paper == "rFedAvg":
         return [last_five(entry)]
     if metric == "acc":
         return [column(entry, "acc, last", "last"), column(entry, "acc, best", "best")]
@@ -199,7 +170,7 @@ def relative_seconds(entry, metric, groups, published):
 def published_fedavg(key, metric, published):
     """Return the published metric of FedAvg in the setting of key; None without one."""
     for method in ("FedAvg", "None(FedAvg)"):
-        numbers = published.get(key._replace(method=method), {})
+        numbers = published.get((*key[:5], method), {})
         if metric in numbers:
             return float(numbers[metric][0])
     return None
@@ -210,7 +181,7 @@ def delta_bytes(entry):
 
     The published one is what a client receives, with about 760 bytes of serialisation a delta.
     """
-    note = "down, of the clients sampled" if entry.key.setting == "cross-device" else "down"
+    note = "down, of the clients sampled" if Cell(*entry.key).setting == "cross-device" else "down"
     return column(entry, f"delta bytes, down and up (published: {note})", "delta bytes")
 
 
@@ -265,7 +236,7 @@ class PublishedLine:
 
     def shown(self):
         """Return the line for the eye."""
-        key = self.entry.key
+        key = Cell(*self.entry.key)
         return {
             "paper": f"{key.paper} {', '.join(self.tables)}",
             "setting": f"{key.dataset} {key.model} {key.setting}",
@@ -282,7 +253,7 @@ class PublishedLine:
         """Return the line for the CSV."""
         return {
             **self.shown(),
-            "paper": self.entry.key.paper,
+            "paper": Cell(*self.entry.key).paper,
             "table": ",".join(self.tables),
             "measured": self.measured.value,
             "published": self.value,
@@ -302,9 +273,9 @@ def published_lines(groups, wanted=None):
         for metric, number in published[entry.key].items():
             for measured in measure(entry, metric, groups, published):
                 value, std = measured.published or number
-                key = *entry.key._replace(table=""), *measured.identity(), value, std
+                key = entry.key[0], *entry.key[2:], *measured.identity(), value, std
                 line = merged.setdefault(key, PublishedLine(entry, measured, value, std, []))
-                line.tables.append(entry.key.table)
+                line.tables.append(Cell(*entry.key).table)
     return list(merged.values())
 
 
@@ -313,7 +284,7 @@ def entries_of(groups, wanted, published):
     entries = {}
     for group in groups:
         for cell in matching_cells(group):
-            key = key_of(cell)
+            key = cell.key
             if key in published and (not wanted or key[:2] in wanted):
                 entries.setdefault(key, Entry(key, [])).groups.append(group)
     return list(entries.values())

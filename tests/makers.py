@@ -114,7 +114,8 @@ def cells_by_method(paper, table):
 def words_of(cell):
     """Return {flag: word, or None for a switch} of a cell's command."""
     words = {}
-    for word, following in zip(cell.words, [*cell.words[1:], "--"]):
+    _, *line = cell.command.split()
+    for word, following in zip(line, [*line[1:], "--"]):
         if word.startswith("--"):
             assert word not in words, f"{word} twice in {cell.command}"
             words[word[2:]] = None if following.startswith("--") else following

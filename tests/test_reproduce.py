@@ -22,7 +22,7 @@ from runs import write_config
 from reproduce import __main__ as command_module
 from reproduce import cells as cells_module
 from reproduce import compare, jobs, published, runner
-from reproduce.cells import AFTER, Cell, bare, code_parts, home, parsed_flags
+from reproduce.cells import Cell, bare, home, parsed_flags
 from reproduce.jobs import select_cells, sweep_points
 from reproduce.runner import Outcome
 
@@ -374,9 +374,9 @@ def test_a_run_with_other_flags_is_not_finished(swept, more, message):
 def test_a_run_of_other_code_is_not_finished(swept):
     folder, sweep = swept
     for code, message in (
-        (code_parts("fedavg.py"), ""),
-        (code_parts("fedprox.py"), "another local_update, local_update "),
-        (code_parts("fedavg.py") | {"aggregate": "median 1"}, "another aggregate, median 1"),
+        (jobs.code_parts("fedavg.py"), ""),
+        (jobs.code_parts("fedprox.py"), "another local_update, local_update "),
+        (jobs.code_parts("fedavg.py") | {"aggregate": "median 1"}, "another aggregate, median 1"),
     ):
         write_config(folder, code=code)
         result = sweep()
@@ -449,14 +449,14 @@ def test_a_whole_figure(tmp_path, capsys, monkeypatch):
 def tiny_table(monkeypatch, template, **commands):
     """Make FedAlign's Table 1 the only one, of {method: command}. Returns its cells."""
     cells = [
-        Cell("FedAlign", "1", "D", "M", "S", method, command)
+        Cell("FedAlign", "1", "D", "M", "S", method, command=command)
         for method, command in commands.items()
     ]
     tables = {("FedAlign", "1"): cells}
     monkeypatch.setattr(jobs, "all_cells", lambda: tables)
     monkeypatch.setattr(published, "all_cells", lambda: tables)
     monkeypatch.setattr(cells_module, "homes", lambda: {bare(c.command): c for c in cells})
-    monkeypatch.setitem(AFTER, ("FedAlign", "1"), template)
+    monkeypatch.setattr(jobs, "texts", lambda *_: template)
     return cells
 
 
@@ -469,7 +469,7 @@ def test_a_table_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, code, me
     """
     cells = tiny_table(
         monkeypatch,
-        "-m analysis.cost {runs}",
+        "-m analysis.cost RUNS",
         A=f"fedavg.py {GLYPHS}",
         B=f"fedprox.py {GLYPHS}",
         C=f"moon.py {GLYPHS}",
@@ -497,7 +497,7 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     """For runs that lack them, until the time is up; their failure is one."""
     cells = tiny_table(
         monkeypatch,
-        "hessian_eval.py {runs} --diagonal tensor",
+        "hessian_eval.py RUNS --diagonal tensor",
         A=f"fedavg.py {GLYPHS}",
         B=f"fedprox.py {GLYPHS}",
     )
@@ -530,7 +530,7 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
 
 def test_a_run_that_goes_on_is_analysed_again(tmp_path, monkeypatch, capsys):
     """Though the result that is there is of its last round so far."""
-    (cell,) = tiny_table(monkeypatch, "hessian_eval.py {runs}", A=f"fedavg.py {GLYPHS}")
+    (cell,) = tiny_table(monkeypatch, "hessian_eval.py RUNS", A=f"fedavg.py {GLYPHS}")
     run = make_run(cell_folder(tmp_path, cell), cell.command, accuracies=(10, 20))
     (run / "hessian.json").write_text('{"round": 2}')
     _, out, _ = run_reproduce(capsys, "fedalign", "1", "--runs", tmp_path, "--dry-run")
