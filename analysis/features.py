@@ -11,19 +11,13 @@ components of all models' features together and, if scikit-learn is installed, t
 RUN must have been made with --save-clients.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import common
-from analysis import runs
+from analysis import pictures, runs
 
-# the palette of Okabe and Ito, which colour-blind readers can tell apart
-COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #f0e442 #000000".split()
-MARKERS = "o^sDvP*X"
-PICTURES = "pca", "tsne"  # the keys of all
 BATCH = 250  # samples that go through a network at once
 
 
@@ -65,16 +59,8 @@ def tsne_coordinates(z, seed):
     return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(z.numpy())
 
 
-class Selection(NamedTuple):
-    """The training samples of which one client's model gives features."""
-
-    client: int
-    index: np.ndarray  # (samples,) places in the training set
-    labels: np.ndarray  # (samples,)
-
-
 def select_samples(run, client, args):
-    """Return the Selection of a client's model, at most args.samples of args.classes.
+    """Return at most args.samples of args.classes for a client's model: their places, and labels.
 
     Raises UserError where there are fewer than two.
     """
@@ -88,105 +74,51 @@ def select_samples(run, client, args):
     rng = common.keyed("features", args.seed)
     places = rng.choice(len(index), min(args.samples, len(index)), replace=False)
     index = index[np.sort(places)]
-    return Selection(client, index, labels[index])
-
-
-# --- pictures
-
-
-class Labels(NamedTuple):
-    """What a picture says of its axes and classes, and above."""
-
-    axes: list  # the names of both coordinates
-    classes: list | None  # the names of all classes
-    title: str
-
-    def of_class(self, label):
-        """Return how the legend calls a class."""
-        return self.classes[label] if self.classes else f"class {label}"
-
-
-def draw(plt, panels, labels):
-    """Return a figure with one panel for each client; colours and markers are classes.
-
-    panels: (Selection, its coordinates, (samples, 2)) of each client, which have one scale in all
-    panels. labels: a Labels.
-    """
-    figure, row = plt.subplots(
-        1,
-        len(panels),
-        figsize=(2.6 * len(panels) + 0.8, 2.8),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
-    row = row[0]
-    classes = sorted({int(label) for selection, _ in panels for label in selection.labels})
-    for axes, (selection, xy) in zip(row, panels):
-        for i, label in enumerate(classes):
-            axes.scatter(
-                *xy[selection.labels == label].T,
-                s=9,
-                marker=MARKERS[(i + i // 8) % 8],
-                color=COLOURS[i % 8],
-                linewidths=0,
-                alpha=0.8,
-                label=labels.of_class(label),
-            )
-        axes.set(title=f"client {selection.client}", xlabel=labels.axes[0])
-    row[0].set_ylabel(labels.axes[1])
-    row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, markerscale=2)
-    figure.suptitle(labels.title, fontsize=10, y=1.04)
-    return figure
-
-
-def picture(selections, coordinates, labels):
-    """Return the function that draws coordinates, (all samples, 2), in the order of the clients."""
-    ends = np.cumsum([len(selection.index) for selection in selections])[:-1]
-    panels = list(zip(selections, np.split(coordinates, ends)))
-    return lambda plt: draw(plt, panels, labels)
+    return index, labels[index]
 
 
 # --- the command
 
 
 def analyse(run, args):
-    """Return the Analysis of a FinishedRun."""
+    """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
     nets = [run.client_net(k) for k in args.clients]
     selections = [select_samples(run, k, args) for k in args.clients]
-    pairs = zip(tqdm(nets, "features", disable=None), selections)
-    z = [features(net, run.data, selection.index) for net, selection in pairs]
+    index = [selected for selected, _ in selections]
+    labels = [own for _, own in selections]
+    bar = tqdm(nets, "features", disable=None)
+    z = [features(net, run.data, selected) for net, selected in zip(bar, index)]
     together = torch.cat(z)
-    coordinates, shares = principal_components(together)
+    xy, shares = principal_components(together)
     result = {
         "script": run.script,
         "clients": args.clients,
         "classes": args.classes,
         "of": args.of,
         "seed": args.seed,
-        "samples": [len(selection.index) for selection in selections],
+        "samples": list(map(len, index)),
         "features": together.shape[1],
         "pca_variance": shares.tolist(),
     }
-    analysis = runs.Analysis(result, arrays_of(selections, z))
-    names = [f"PC {i + 1} ({100 * share:.0f}% of variance)" for i, share in enumerate(shares)]
-    labels = Labels(names, run.data.names, run.title)
-    analysis.pictures["pca"] = picture(selections, coordinates, labels)
-    coordinates = None if args.no_tsne else tsne_coordinates(together, args.seed)
-    if coordinates is not None:
-        labels = labels._replace(axes=["t-SNE 1", "t-SNE 2"])
-        analysis.pictures["tsne"] = picture(selections, coordinates, labels)
-    return analysis
-
-
-def arrays_of(selections, z):
-    """Return the arrays of features.npz; z: the features of each client's samples."""
     arrays = {}
-    for selection, client_features in zip(selections, z):
-        arrays[f"client_{selection.client}"] = client_features.numpy()
-        arrays[f"label_{selection.client}"] = selection.labels
-        arrays[f"index_{selection.client}"] = selection.index
-    return arrays
+    for k, client_features, own, selected in zip(args.clients, z, labels, index):
+        arrays |= {
+            f"client_{k}": client_features.numpy(),
+            f"label_{k}": own,
+            f"index_{k}": selected,
+        }
+    axes = [f"PC {i + 1} ({100 * share:.0f}% of variance)" for i, share in enumerate(shares)]
+    planes = {"pca": (xy, axes)}
+    xy = None if args.no_tsne else tsne_coordinates(together, args.seed)
+    if xy is not None:
+        planes["tsne"] = xy, ["t-SNE 1", "t-SNE 2"]
+    ends = np.cumsum(result["samples"])[:-1]
+    names = run.data.names or [f"class {label}" for label in range(run.data.classes)]
+    drawn = {
+        key: (pictures.scatter, args.clients, labels, np.split(xy, ends), axes, names, run.title)
+        for key, (xy, axes) in planes.items()
+    }
+    return result, arrays, drawn
 
 
 def make_parser():
@@ -210,8 +142,11 @@ def make_parser():
     return parser
 
 
-def check_classes(args, run):
-    """Raise UserError for a class that the data set of a FinishedRun lacks."""
+def check_names(args, run):
+    """Raise UserError for a class that the run's data set lacks, and for names that stand twice."""
+    for flag, values in (("clients", args.clients), ("classes", args.classes)):
+        if len(set(values)) < len(values):
+            raise common.UserError(f"argument --{flag}: names one twice")
     if max(args.classes) >= run.data.classes:
         raise common.UserError(
             f"argument --classes: {max(args.classes)} is no class of {run.args.dataset}, which has "
@@ -219,26 +154,18 @@ def check_classes(args, run):
         )
 
 
-def check_repeats(args):
-    """Raise UserError for a client or a class that is named twice."""
-    for flag, values in (("clients", args.clients), ("classes", args.classes)):
-        if len(set(values)) < len(values):
-            raise common.UserError(f"argument --{flag}: names one twice")
-
-
 def main(argv=None):
     """Write the features of a run's client models to its folder."""
     args = make_parser().parse_args(argv)
     advice = "use fewer --samples or --device cpu"
     with common.one_line_errors("analysis/features", advice=advice):
-        check_repeats(args)
-        runs.check_new(args.run, args.name, PICTURES)
+        runs.check_new(args.run, args.name)
         run = runs.open_run(args.run, args.device, args.data_dir)
-        check_classes(args, run)
-        analysis = analyse(run, args)
-        runs.keep_analysis(run, args.name, analysis, PICTURES)
-        for client, samples in zip(args.clients, analysis.result["samples"]):
-            print(f"client {client}: {samples} samples of {analysis.result['features']} features")
+        check_names(args, run)
+        result, arrays, drawn = analyse(run, args)
+        runs.keep(run, args.name, result, arrays, drawn)
+        for client, samples in zip(args.clients, result["samples"]):
+            print(f"client {client}: {samples} samples of {result['features']} features")
 
 
 if __name__ == "__main__":

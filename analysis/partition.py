@@ -6,13 +6,11 @@ Flags are those of a run. One line a client: its samples, its classes, the share
 class, with --client-test its test samples, and a bar as long as its samples are many. --plot draws
 the label distribution as FedCKA's Fig. 4."""
 
-import io
 import pathlib
 
 import common
-import run_folder
+from analysis import pictures
 from extras import partitions
-from common import UserError
 
 
 def main(argv=None):
@@ -23,23 +21,22 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         describe(args)
-    except (UserError, OSError) as e:
+    except (common.UserError, OSError) as e:
         parser.error(" ".join(str(e).split()))
 
 
 def describe(args):
     """Print how args.partition deals the training samples, and draw it to args.plot if named."""
-    path = pathlib.Path(args.plot) if args.plot else None
-    if path:
-        check_plot(path)
+    if args.plot:
+        pictures.check_picture("--plot", pathlib.Path(args.plot))
     data = common.load_data(args)
     parts = common.partition(data, args)
     tests = partitions.client_test_indices(data, parts, args) if args.client_test else None
     counts = partitions.label_counts(data, parts)
     print_summary(args, data, counts)
     print_clients(counts, tests)
-    if path:
-        plot_labels(counts, path, data.names)
+    if args.plot:
+        pictures.write(args.plot, pictures.label_counts, counts, data.names)
 
 
 def print_summary(args, data, counts):
@@ -73,56 +70,6 @@ def print_clients(counts, tests):
         if tests:
             line += f" {len(tests[k]):8,}"
         print(f"{line}  {'#' * max(1, round(50 * size / longest))}")
-
-
-def check_plot(path):
-    """Raise UserError unless a picture can be written to path, before data are read."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError("--plot: needs matplotlib (pip install matplotlib)") from None
-    if path.exists():
-        raise UserError(f"--plot {path}: exists already")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.parent}")
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
-        raise UserError(f"--plot {path}: must end in one of {', '.join(sorted(formats))}")
-
-
-def plot_labels(counts, path, names=None):
-    """Draw counts, (clients, classes) training samples, as a picture in the file path.
-
-    names: of the classes."""
-    from matplotlib.figure import Figure
-
-    clients, classes = counts.shape
-    width = max(4.0, min(16.0, 1.5 + 0.25 * clients))  # inches
-    height = max(3.0, min(10.0, 1 + 0.25 * classes))
-    figure = Figure((width, height), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        counts.T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest"
-    )
-    axes.set(xlabel="client", ylabel="class")
-    digits = len(str(clients - 1))
-    label_all(axes.xaxis, range(clients), 72 * (width - 1.5) / clients / (0.8 * digits))
-    label_all(axes.yaxis, names or range(classes), 0.9 * 72 * (height - 1) / classes)
-    figure.colorbar(image, label="training samples")
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:], dpi=150)
-    run_folder.write_atomically(path, picture.getvalue())
-
-
-def label_all(axis, names, size):
-    """Label each place on an axis by its name; some by numbers where only a small type would fit.
-
-    size: of the type that fits, points."""
-    if size < 5:
-        axis.get_major_locator().set_params(integer=True)
-        return
-    labels = [str(name)[:20] for name in names]
-    axis.set_ticks(range(len(labels)), labels, fontsize=min(10, size))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Open finished runs, call a method's script without training, and keep results beside a run.
 
 This is what the analyses share. An analysis of a run reads the folder that a method's script wrote,
-and writes NAME.json, NAME.npz and NAME-KEY.pdf into it, never over a file that exists, unless that
-is of a round which is no longer the run's last.
+and writes NAME.npz, NAME-KEY.pdf and, last, NAME.json into it, which is not overwritten while it is
+of the run's last round.
 """
 
 import argparse
@@ -11,9 +11,7 @@ import importlib
 import io
 import json
 import pathlib
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.nn as nn
@@ -21,10 +19,9 @@ from tqdm import tqdm
 
 import common
 import run_folder
-from extras import partitions
+from analysis import pictures
 
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
-FONTS = {"font.size": 10, "axes.titlesize": 10, "pdf.fonttype": 42}  # type that journals accept
 
 
 # --- flags of an analysis
@@ -163,20 +160,14 @@ def open_run(path, device="auto", data_dir=None):
     if data_dir:
         words.append(f"--data-dir={data_dir}")
     call = method_call(config["script"], words)
-    torch_device = common.set_up_device(call.args)
-    data = common.load_data(call.args)
-    parts = common.partition(data, call.args)
-    tests = partitions.client_test_indices(data, parts, call.args) if flags["client_test"] else []
-    digests = run_folder.data_digests(data, parts + tests)
-    run_folder.check_same(path, config, "data", digests)
-    data = data.to(torch_device)
     call.args.init = None  # its weights are the checkpoint's
-    net = common.prepare_net(data, call.args, call.method.adapt)
+    fed = common.begin(call.args, call.method.adapt, None, None)
+    digests = run_folder.data_digests(fed.data, fed.parts + (fed.tests or []))
+    run_folder.check_same(path, config, "data", digests)
     models = run_folder.States(path / "clients", "model")
     models.restore(state["models"], rows[-1]["round"])
-    run = FinishedRun(
-        path, config["script"], call.args, data, parts, net, rows, state["best"], models
-    )
+    fields = fed.data, fed.parts, fed.net, rows, state["best"], models
+    run = FinishedRun(path, config["script"], call.args, *fields)
     run.net = run.load_net(state["net"])
     return run
 
@@ -200,102 +191,45 @@ def unfinished(path):
     )
 
 
-def mark_of(rows):
-    """Return what tells the last of rows, and with it all: its round and its checksum."""
-    return {"round": rows[-1]["round"], "rows_checksum": rows[-1]["crc32"]}
-
-
 # --- results
 
 
-@dataclasses.dataclass
-class Analysis:
-    """What an analysis writes to a run folder.
-
-    result: for NAME.json. arrays: {key: array} for NAME.npz. pictures: {key: function} for
-    NAME-KEY.pdf; a function of matplotlib.pyplot returns the figure.
-    """
-
-    result: dict[str, Any]
-    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    pictures: dict[str, Callable] = dataclasses.field(default_factory=dict)
-
-
-def is_stale(path, name, rows):
-    """Whether NAME.json in the run folder path says that it is of other rows than these."""
+def read_result(path, name):
+    """Return NAME.json of the run folder path; None unless it is there, of the run's last round."""
     try:
-        result = json.loads((path / f"{name}.json").read_text())
-        return any(result.get(key, value) != value for key, value in mark_of(rows).items())
-    except (OSError, ValueError, AttributeError, IndexError, RecursionError):
-        return False
-
-
-def files_of(path, name, picture_keys):
-    """Return the paths of all that an analysis may write to the run folder path."""
-    endings = [".json", ".npz", *(f"-{key}.pdf" for key in picture_keys)]
-    return [path / f"{name}{ending}" for ending in endings]
-
-
-def check_new(path, name, picture_keys=()):
-    """Raise UserError if the run folder path has a file of an analysis of that name.
-
-    picture_keys: the keys of all pictures that the analysis may draw. What an analysis leaves that
-    was killed while it wrote, with NAME.unfinished beside it, may be written again; so may one
-    that is of another round than the run's last.
-    """
-    path = pathlib.Path(path)
-    unfinished = path / f"{name}.unfinished"
-    if (path / f"{name}.json").exists():
-        config = run_folder.read_config(path)
-        if is_stale(path, name, read_rows(path, config)):
-            return
-        unfinished.unlink(missing_ok=True)  # killed behind the last write
-    elif unfinished.exists():
-        return
-    for file in files_of(path, name, picture_keys):
-        if file.exists():
-            raise common.UserError(f"{file}: exists already; give this analysis another --name")
-
-
-def keep_analysis(run, name, analysis, picture_keys=()):
-    """Write an Analysis of a FinishedRun to its folder, and print the names of the files.
-
-    What is there of that name, which check_new() has let pass, goes first. NAME.json comes last,
-    and says that all is there, and of which round; until then there is NAME.unfinished. Pictures
-    that fail lose nothing else; they are left out, with a line, where matplotlib is not installed.
-    """
-    path = run.path
-    unfinished = path / f"{name}.unfinished"
-    unfinished.touch()
-    for file in files_of(path, name, picture_keys):
-        file.unlink(missing_ok=True)
-    for leftover in path.glob("*.tmp"):
-        if re.fullmatch(re.escape(name) + r"(-\w+)?\.(json|npz|pdf)\.\d+\.tmp", leftover.name):
-            leftover.unlink()
-    if analysis.arrays:
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **analysis.arrays)
-        _write(path / f"{name}.npz", buffer.getvalue())
-    failed = _draw(path, name, analysis.pictures)
-    result = json.dumps({**analysis.result, **mark_of(run.rows)}, indent=1)
-    _write(path / f"{name}.json", f"{result}\n".encode())
-    unfinished.unlink()
-    if failed:
-        raise failed
-
-
-def _draw(path, name, pictures):
-    """Write the pictures of an analysis. Return what made one fail, or None."""
-    pyplot = _pyplot() if pictures else None
-    if pictures and not pyplot:
-        tqdm.write(f"{path}: no pictures, which need matplotlib (pip install matplotlib)")
+        result = json.loads((pathlib.Path(path) / f"{name}.json").read_text())
+        rows = pathlib.Path(path, "metrics.jsonl").read_bytes().splitlines()
+        return result if result["round"] == json.loads(rows[-1])["round"] else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    try:
-        for key, draw in pictures.items():
-            _write(path / f"{name}-{key}.pdf", _as_pdf(pyplot, draw))
-    except Exception as error:
-        return error
-    return None
+
+
+def check_new(path, name):
+    """Raise UserError if the run folder path has a result of that name, of the run's last round."""
+    if read_result(path, name):
+        file = pathlib.Path(path) / f"{name}.json"
+        raise common.UserError(f"{file}: exists already; give this analysis another --name")
+
+
+def keep(run, name, result, arrays=None, drawn=None):
+    """Write an analysis to the folder of a FinishedRun, and print the names of the files.
+
+    result: a dict, for NAME.json. arrays: {key: array}, for NAME.npz. drawn: {key: (draw, ...)} for
+    NAME-KEY.pdf, by pictures.write(). NAME.json comes last and says of which round all of it is;
+    until it is there the analysis may be repeated. A picture that fails is a line and no more.
+    """
+    if arrays:
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        _write(run.path / f"{name}.npz", buffer.getvalue())
+    for key, picture in (drawn or {}).items():
+        try:
+            pictures.write(run.path / f"{name}-{key}.pdf", *picture)
+            tqdm.write(f"wrote {run.path / name}-{key}.pdf")
+        except Exception as e:
+            tqdm.write(f"{run.path}: no picture {name}-{key}.pdf: {e}")
+    result = json.dumps({**result, "round": run.rows[-1]["round"]}, indent=1)
+    _write(run.path / f"{name}.json", f"{result}\n".encode())
 
 
 def _write(path, content):
@@ -303,23 +237,14 @@ def _write(path, content):
     tqdm.write(f"wrote {path}")
 
 
-def _pyplot():
-    """Return matplotlib.pyplot, without a display, or None where it is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return None
-    return pyplot
-
-
-def _as_pdf(pyplot, draw):
-    """Return the bytes of a PDF of the figure that draw(pyplot) returns."""
-    buffer = io.BytesIO()
-    with pyplot.rc_context(FONTS):
-        figure = draw(pyplot)
-        figure.savefig(buffer, format="pdf", bbox_inches="tight")
-        pyplot.close(figure)
-    return buffer.getvalue()
+def table(lines, markdown=False):
+    """Return dicts with the same keys as a table; columns without content are left out."""
+    columns = [c for c in lines[0] if any(line[c] not in ("", "-") for line in lines)]
+    cells = [columns, *([str(line[column]) for column in columns] for line in lines)]
+    if markdown:
+        escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+        head, *body = ["| " + " | ".join(row) + " |" for row in escaped]
+        return "\n".join([head, "|" + "---|" * len(columns), *body])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in cells]
+    return "\n".join("  ".join(row).rstrip() for row in padded)

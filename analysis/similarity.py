@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 import common
 import fedcka
-from analysis import runs
+from analysis import pictures, runs
 
-PICTURES = ("layers",)  # the keys of all
 BATCH = 500  # test samples whose Gram matrices are in memory at once
 LEAST_SAMPLES = 4  # of which the unbiased HSIC has an estimate
 
@@ -109,29 +108,6 @@ def layer_names(net):
 # --- the command
 
 
-def draw(plt, result, title):
-    """Return a figure of the mean over clients by layer, with a thin line for each client."""
-    names = result["layers"]
-    values = np.array(result["linear_cka"])
-    figure, axes = plt.subplots(figsize=(max(4, 0.28 * len(names) + 1.5), 3))
-    for line in values:
-        axes.plot(line, color="#999999", linewidth=0.7)
-    axes.plot([], [], color="#999999", linewidth=0.7, label=f"each of {len(values)} clients")
-    axes.plot(values.mean(0), "o-", color="#0072b2", markersize=4, label="mean")
-    axes.set(xlabel="layer, from the input", ylabel="linear CKA with the global model", title=title)
-    axes.set_ylim(min(0.0, values.min()), 1.02)
-    crowded = len(names) > 8
-    axes.set_xticks(
-        range(len(names)),
-        names,
-        rotation=90 if crowded else 30,
-        ha="center" if crowded else "right",
-    )
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(loc="best", frameon=False)
-    return figure
-
-
 def batches_of_test_set(data):
     """Yield the inputs of the test set in batches, with a progress bar."""
     for x in tqdm(data.x_test.split(BATCH), "test set", disable=None):
@@ -139,16 +115,13 @@ def batches_of_test_set(data):
 
 
 def analyse(run):
-    """Return the Analysis of a FinishedRun; UserError if its test set is too small for CKA."""
-    client_nets = [run.client_net(k) for k in run.clients]
+    """Return the result of a FinishedRun; UserError if its test set is too small for CKA."""
     samples = len(run.data.x_test)
     if samples < LEAST_SAMPLES:
-        raise common.UserError(
-            f"{run.path}: its test set has {samples} samples, and CKA needs at least "
-            f"{LEAST_SAMPLES}"
-        )
-    values = layer_similarities(run.net, client_nets, batches_of_test_set(run.data))
-    result = {
+        raise common.UserError(f"{run.path}: CKA needs {LEAST_SAMPLES} test samples, not {samples}")
+    nets = [run.client_net(k) for k in run.clients]
+    values = layer_similarities(run.net, nets, batches_of_test_set(run.data))
+    return {
         "script": run.script,
         "layers": layer_names(run.net),
         "clients": run.clients,
@@ -156,7 +129,6 @@ def analyse(run):
         "mean": values.mean(0).tolist(),
         "test_samples": samples,
     }
-    return runs.Analysis(result, pictures={"layers": lambda plt: draw(plt, result, run.title)})
 
 
 def show(result):
@@ -178,11 +150,13 @@ def main(argv=None):
     runs.add_run_flags(parser, "similarity")
     args = parser.parse_args(argv)
     with common.one_line_errors("analysis/similarity", advice="use --device cpu"):
-        runs.check_new(args.run, args.name, PICTURES)
+        runs.check_new(args.run, args.name)
         run = runs.open_run(args.run, args.device, args.data_dir)
-        analysis = analyse(run)
-        runs.keep_analysis(run, args.name, analysis, PICTURES)
-        show(analysis.result)
+        result = analyse(run)
+        values = np.array(result["linear_cka"])
+        drawn = {"layers": (pictures.layers, result["layers"], values, run.title)}
+        runs.keep(run, args.name, result, drawn=drawn)
+        show(result)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ import sys
 
 import common
 import run_folder
-from analysis.runs import is_stale
+from analysis.runs import read_result, table
 from reproduce import plot
 from reproduce.figures import Mean, means, own_figures, show_figure
 from reproduce.published import published_lines
@@ -86,21 +86,6 @@ def warn(line):
 # --------------------------------------------------------------------------------------------------
 # Tables
 # --------------------------------------------------------------------------------------------------
-
-
-def render(lines, markdown):
-    """Return dicts with the same keys as a table; columns without content are left out."""
-    columns = [c for c in lines[0] if any(line[c] not in ("", "-") for line in lines)]
-    cells = [columns]
-    for line in lines:
-        cells.append([str(line[column]) for column in columns])
-    if markdown:
-        escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-        head, *body = ["| " + " | ".join(row) + " |" for row in escaped]
-        return "\n".join([head, "|" + "---|" * len(columns), *body])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in cells]
-    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def main_table(groups, names, at, targets):
@@ -257,7 +242,7 @@ def report(folders, args, names=None, wanted=None):
     lines, tidy = main_table(groups, names, at, args.target or [])
     published = published_lines(groups, wanted)
     for record in records:
-        if is_stale(record.path, "hessian", record.rows):
+        if (record.path / "hessian.json").exists() and not read_result(record.path, "hessian"):
             why = "it is not of the run's last round; hessian_eval.py writes it anew"
             warn(f"{record.path}/hessian.json: left out, since {why}")
     parts = [
@@ -266,9 +251,9 @@ def report(folders, args, names=None, wanted=None):
         ("\nBeside the published numbers:\n\n", [line.shown() for line in published]),
     ]
     print(f"All rows: {shared_setting(groups)}\n")
-    for title, table in parts:
-        if table:
-            print(title + render(table, args.markdown))
+    for title, part in parts:
+        if part:
+            print(title + table(part, args.markdown))
     for caveat in dict.fromkeys(filter(None, (line.entry.caveat for line in published))):
         print(f"\n{caveat}")
     print(f"\n{footnote(groups, published)}")

@@ -9,7 +9,7 @@ import shlex
 
 import common
 import run_folder
-from analysis.runs import is_stale, method_call
+from analysis.runs import method_call, read_result
 from reproduce.cells import all_cells, home, parsed_flags, texts
 from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
 
@@ -389,6 +389,4 @@ def to_analyse(folder):
 
     A mere record has no weights, and is left as it is.
     """
-    analysed = (folder / "hessian.json").exists()
-    stale = analysed and is_stale(folder, "hessian", read_run(folder).rows)
-    return (folder / "model.pt").exists() and (stale or not analysed)
+    return (folder / "model.pt").exists() and not read_result(folder, "hessian")

@@ -2,10 +2,9 @@
 
 import dataclasses
 import itertools
-import json
 import shlex
 
-from analysis.runs import is_stale
+from analysis.runs import read_result
 from reproduce.cells import Cell, all_cells, parsed_flags, read_published
 from reproduce.figures import Mean, means, show_figure
 from reproduce.runs import as_text, baseline, comparable, decisive_flags, hardware_of
@@ -192,21 +191,17 @@ def hessian_figure(entry, metric):
 
 
 def read_hessian(run):
-    """Return what hessian_eval.py has left of a RunRecord, {metric: number}, empty without it.
+    """Return what hessian_eval.py has left of a RunRecord's last round, {metric: number}.
 
-    Also where that is of another round than the run's last. H_N and H_D are there in the reading
-    behind FedAlign's Table 1 alone.
+    H_N and H_D are there in the reading behind FedAlign's Table 1 alone.
     """
-    if is_stale(run.path, "hessian", run.rows):
+    result = read_result(run.path, "hessian")
+    if not result:
         return {}
-    try:
-        result = json.loads((run.path / "hessian.json").read_text())
-        numbers = {"lambda_max": result["eigenvalues"][0]["value"], "H_T": result["trace"]["value"]}
-        if result["settings"]["diagonal"] == "tensor":
-            numbers |= {name: result.get(name) for name in ("H_N", "H_D")}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return {}
-    return {name: value for name, value in numbers.items() if type(value) in (int, float)}
+    numbers = {"lambda_max": result["eigenvalues"][0]["value"], "H_T": result["trace"]["value"]}
+    if result["settings"]["diagonal"] == "tensor":
+        numbers |= {name: result.get(name) for name in ("H_N", "H_D")}
+    return numbers
 
 
 # --------------------------------------------------------------------------------------------------

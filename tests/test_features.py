@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import refused_amid_output
 
-from analysis import features, runs
+from analysis import features, pictures, runs
 
 
 def test_features_of_a_run(run, capsys):
@@ -25,16 +25,15 @@ def test_features_of_a_run(run, capsys):
 
 
 def test_pictures_name_the_classes(run):
-    """as their folders, or the drawn characters, are called; by number where they have no name."""
+    """as their folders, or the drawn characters, are called."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    opened = runs.open_run(run)
-    assert opened.data.names[:11] == [*"0123456789A"]
-    selection = features.Selection(0, np.arange(3), np.array([10, 3, 10]))
-    for names, shown in ((opened.data.names, ["3", "A"]), (None, ["class 3", "class 10"])):
-        labels = features.Labels(["x", "y"], names, "title")
-        figure = features.draw(pyplot, [(selection, np.eye(3)[:, :2])], labels)
-        assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == shown
-        pyplot.close(figure)
+    names = runs.open_run(run).data.names
+    assert names[:11] == [*"0123456789A"]
+    labels, xy = [np.array([10, 3, 10])], [np.eye(3)[:, :2]]
+    figure = pictures.scatter(pyplot, [0], labels, xy, ["x", "y"], names, "title")
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown == ["3", "A"]
+    pyplot.close(figure)
 
 
 def test_clients_and_classes_are_named_once(run, capsys):

@@ -176,6 +176,7 @@ def test_hessians_stand_beside_the_published_ones(tmp_path, capsys, name, n, pub
         "trace": {"value": 6000.0},
         "H_N": 11000.0,
         "H_D": 0.5,
+        "round": 25,
     }
     for seed, diagonal in enumerate(("tensor", "elementwise")):
         run = make_run(tmp_path / str(seed), CELLS["FedAlign", "1"][0].command, seed, [50.0] * 25)

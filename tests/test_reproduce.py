@@ -513,13 +513,13 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     argv = ["fedalign", "1", "--runs", tmp_path]
     assert run_reproduce(capsys, *argv)[0] == 0
     assert lines == [(["hessian_eval.py", str(a), str(b), "--diagonal", "tensor"], None)]
-    (a / "hessian.json").write_text("{}")
+    (a / "hessian.json").write_text('{"round": 4}')
     code, _, err = run_reproduce(capsys, *argv)
     assert code == 1 and ": no\n" in err
     assert lines[1][0] == ["hessian_eval.py", str(b), "--diagonal", "tensor"]
     code, out, _ = run_reproduce(capsys, *argv, "--limit", "1")
     assert code == 0 and lines[2][1] is not None and "the same command goes on" in out
-    (b / "hessian.json").write_text("{}")
+    (b / "hessian.json").write_text('{"round": 4}')
     assert run_reproduce(capsys, *argv)[0] == 0 and len(lines) == 3
     (b / "hessian.json").write_text('{"round": 3}')  # of 4
     monkeypatch.setattr(runner, "run_child", lambda line, _: lines.append(line) or (0, ""))

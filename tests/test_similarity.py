@@ -72,6 +72,3 @@ def test_similarity_of_a_run(run, capsys):
     for path in run.glob("layers*"):
         assert f"wrote {path}\n" in out
     refused_amid_output(capsys, similarity, [run, "--name", "layers"], "layers.json", "--name")
-    rows = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(rows.replace('"test_acc"', '"acc"'))
-    refused_amid_output(capsys, similarity, [run], "metrics.jsonl", "damaged")
