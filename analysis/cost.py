@@ -1,48 +1,34 @@
-"""Count what a method costs a client: compute, stored parameters, traffic and time.
+"""Count what a method costs a client: compute, stored parameters and traffic.
 
     python -m analysis.cost SCRIPT [flags of that script]
 
-The script's own local_update, aggregation and second synchronisation run for two rounds of two
-clients on synthetic images of the data set's shape, and every product is counted as it happens, so
-that nothing about a method is written twice. FedAlign's Tables 5 and 7 hold the same quantities.
+The script's own functions run for two rounds of two clients on synthetic images of the data set's
+shape, and every product is counted as it happens, so that nothing about a method is written twice.
 
-Compute, per training sample, in multiply-accumulates (1 MAC = 2 FLOPs, of
-torch.utils.flop_counter):
+Compute, per training sample, in multiply-accumulates (1 MAC = 2 FLOPs):
     forward   MACs of convolutions and linear layers, of every network that a step runs, as it
-              runs: Table 5's MFLOPs column, whose "FLOPs" are these MACs.
+              runs: the MFLOPs column of FedAlign's Table 5, whose "FLOPs" are these MACs.
     expected  the same with each residual block of stochastic depth weighted by its probability, as
               Table 5 counts; our step masks blocks instead of skipping them, so it saves nothing.
     products  other matrix products of the forward pass, such as Gram matrices and power iterations;
               the papers leave them out.
     backward  every matrix product and convolution of the backward pass; the papers leave it out.
-    round     what a client and the server's second synchronisation do outside steps in a round,
-              divided by the client's samples.
+    round     what clients and the server do outside steps in a round, divided by the samples.
 GradAug draws widths and resolutions: its figures are means over --draws steps. Its paper's numbers
 are 5 to 8% below the mean of the rule in its authors' code (Table 5: 133.9, 170.7, 217.4, 264.1 for
 n = 1 to 4; here about 127.6, 180, 232, 285).
 
-Stored parameters, optimizer state left out:
-    papers    weights of convolutions and linear layers in every copy of the network that a step
-              reads (its own, frozen ones, pinned copies of the parameters), as Table 5 counts.
-    full      all numbers of these networks, with batch norm and its statistics, and everything
-              else that is pinned.
-    kept      numbers that a client keeps between rounds.
-Traffic: bytes down and up of a client in the second round, by the method's own account, model
-included.
-Time, on --device: median seconds of a round of one client, --epochs epochs of one batch (or
---local-steps steps, once through its data), after a warm-up round, in turns with fedavg.py under
-the flags that it shares; --no-time leaves it out.
+Stored parameters, optimizer state left out: as the papers count, weights of convolutions and linear
+layers in every copy of the network that a step reads (its own, frozen ones, pinned parameters); in
+full, all numbers of these networks and all that is pinned; and what a client keeps between rounds.
+Traffic: bytes of a client in the second round, by the method's own account, model included.
 
 FedAlign paper, Table 5, row MOON (262.2 M, 2.21 M):
-    python -m analysis.cost moon --dataset cifar100 --model resnet56 --no-time
+    python -m analysis.cost moon --dataset cifar100 --model resnet56
 """
 
-import contextlib
 import dataclasses
 import json
-import statistics
-import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,14 +36,12 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
-from tqdm import tqdm
 
 import common
-import engine
 from analysis import runs
+from analysis.hessian import twice_differentiable
 
-# channels, pixels, classes
-SHAPES = {
+SHAPES = {  # channels, pixels, classes
     "cifar100": (3, 32, 100),
     "cifar10": (3, 32, 10),
     "mnist": (1, 28, 10),
@@ -69,54 +53,46 @@ SHAPES = {
 }
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
-KINDS = ("forward", "expected", "products", "backward")
-LEGEND = {
+KINDS = {  # of MACs
     "forward": "convolutions and linear layers",
     "expected": "forward, each block by its probability to run (StochDepth)",
     "products": "other matrix products, forward",
     "backward": "backward",
-    "round": "once a round, outside steps",
 }
-CLIENTS = 2  # of a counted round
-ROUNDS = 2  # that are counted: in the second, clients and server have a state
+CLIENTS, ROUNDS = 2, 2  # in the second round clients and server have a state
 
 
-# --- counting
+class Counter(TorchDispatchMode):
+    """Counts the MACs of all that runs inside a with block, and what the steps of a method read.
 
-
-class MacCounter(TorchDispatchMode):
-    """Counts the MACs of everything that runs inside a with block, by kind.
-
-    keep: {module: probability that it is run}, for the expectation.
+    networks, pins: what the last client has frozen and pinned, by name.
     """
 
-    def __init__(self, keep):
+    def __init__(self):
         super().__init__()
-        self.keep = keep
         self.macs = dict.fromkeys(KINDS, 0.0)
+        self.costs, self.steps, self.ran = {}, [], 0.0  # of steps: by shape, one by one, in all
+        self.networks, self.pins = {}, {}
+        self.keep = {}  # {module: probability that it is run}
+        self.layer_depth, self.probability = 0, 1.0  # of the modules around the running code
         self.tracker = ModuleTracker()
-        self.layer_depth = 0  # modules of LAYERS around the running code
-        self.probability = 1.0  # that the running code is run
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        operator = func._overloadpacket
-        if operator in flop_registry:
-            self._add(_macs(operator, args, kwargs or {}, out))
-        return out
-
-    def _add(self, macs):
-        if self.tracker.is_bw:
-            self.macs["backward"] += macs
-        elif self.layer_depth:
-            self.macs["forward"] += macs
-            self.macs["expected"] += macs * self.probability
-        else:
-            self.macs["products"] += macs
 
     def totals(self):
         """Return the MACs so far, (4,), in the order of KINDS."""
-        return np.array([self.macs[kind] for kind in KINDS])
+        return np.array(list(self.macs.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            macs = macs_of(func._overloadpacket, args, kwargs or {}, out)
+            if self.tracker.is_bw:
+                self.macs["backward"] += macs
+            elif self.layer_depth:
+                self.macs["forward"] += macs
+                self.macs["expected"] += macs * self.probability
+            else:
+                self.macs["products"] += macs
+        return out
 
     def __enter__(self):
         def enter(module, _):
@@ -127,11 +103,8 @@ class MacCounter(TorchDispatchMode):
             self.layer_depth -= isinstance(module, LAYERS)
             self.probability /= self.keep.get(module, 1.0)
 
-        hooks = nn.modules.module
-        self.hooks = [
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave),
-        ]
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        self.hooks = [before, nn.modules.module.register_module_forward_hook(leave)]
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -139,8 +112,39 @@ class MacCounter(TorchDispatchMode):
             hook.remove()
         return super().__exit__(*error)
 
+    def counted(self, local_update):
+        """Return local_update with steps that are counted; one of each shape is enough to run.
 
-def _macs(operator, args, kwargs, out):
+        A shape is a tuple of parts whose costs add up: a step costs the bare one's and each part's.
+        """
+
+        def update(worker, client, server, args):
+            blocks = [m for m in worker.net.modules() if getattr(m, "keep", 0)]
+            self.keep = {block.branch: block.keep for block in blocks}
+            self.networks, self.pins = {}, {}
+            worker.frozen = noting(worker.frozen, self.networks)
+            worker.pin = noting(worker.pin, self.pins)
+            method = local_update(worker, client, server, args)
+            step = next(method)
+
+            def counted_step(x, y):
+                shapes = [None] if worker.shape is None else [(), *((p,) for p in worker.shape)]
+                for shape in [shape for shape in shapes if shape not in self.costs]:
+                    worker.shape, before = shape, self.totals()
+                    step(x, y)
+                    self.ran = self.ran + self.totals() - before
+                    self.costs[shape] = (self.totals() - before) / len(y)
+                bare, *parts = (self.costs[shape] for shape in shapes)
+                self.steps.append(bare + sum(part - bare for part in parts))
+                return torch.zeros(())
+
+            yield counted_step
+            next(method, None)
+
+        return update
+
+
+def macs_of(operator, args, kwargs, out):
     """Return the MACs of one call of a torch operator that flop_registry knows."""
     if operator is torch.ops.aten.convolution_backward:  # torch's formula leaves out the groups
         gradient, _, weight, *_, output_mask = args
@@ -148,67 +152,14 @@ def _macs(operator, args, kwargs, out):
     return flop_registry[operator](*args, **kwargs, out_val=out) / 2
 
 
-def keep_probabilities(net):
-    """Return {branch: probability to run} of the residual branches that stochastic depth skips.
+def noting(f, found):
+    """Return f, a function of a name and more, which notes in found what it returns."""
 
-    Branches that never run are left out.
-    """
-    return {m.branch: m.keep for m in net.modules() if getattr(m, "keep", 0)}
+    def noted(name, *values):
+        found[name] = f(name, *values)
+        return found[name]
 
-
-class CountingWorker(engine.Worker):
-    """A worker that runs one step of each shape, counted, in place of all steps of all clients.
-
-    That is enough, since steps take no decision that differs between clients or rounds.
-    counts: MACs per sample of each step, (4,) each. counted: all MACs that ran, (4,).
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.costs = {}
-        self.counts = []
-        self.counted = np.zeros(len(KINDS))
-
-    def _step(self, step, size):
-        if not self.shapes:
-            self.counts = [self._cost(step, size, None)]
-        elif self.shape is self.shapes[0]:
-            self.counts += self._costs_of_shapes(step, size)
-
-    def _costs_of_shapes(self, step, size):
-        """Return the MACs per sample of the steps of a client's round.
-
-        A shape is a tuple of parts whose costs add up: a step costs the bare one's and each part's.
-        """
-        bare = self._cost(step, size, ())
-        costs = []
-        for shape in self.shapes:
-            parts = (self._cost(step, size, (part,)) - bare for part in shape)
-            costs.append(bare + sum(parts))
-        return costs
-
-    def _cost(self, step, size, shape):
-        """Return the MACs per sample of a step on size samples; it runs once for each shape."""
-        if shape not in self.costs:
-            self.shape = shape
-            self.t.zero_()
-            with MacCounter(keep_probabilities(self.net)) as counter:
-                super()._step(step, size)
-            self.costs[shape] = counter.totals() / size
-            self.counted = self.counted + counter.totals()
-        return self.costs[shape]
-
-
-# --- a method on synthetic images
-
-
-class Trial(NamedTuple):
-    """A method's call, its global network, the worker that trains clients, and their indices."""
-
-    call: runs.MethodCall
-    net: nn.Module
-    worker: engine.Worker
-    parts: list
+    return noted
 
 
 def images(args, samples):
@@ -229,220 +180,91 @@ def images(args, samples):
     return common.Data(x, y, x[:1], torch.zeros(1, dtype=torch.long), classes)
 
 
-def prepare(call, samples, clients, worker_type=engine.Worker):
-    """Return the Trial of a MethodCall on so many clients of that many synthetic samples each."""
-    args = call.args
-    device = common.set_up_device(args)
-    data = images(args, samples * clients).to(device)
-    net = common.prepare_net(data, args, call.method.adapt)
-    steps = len(common.batch_sizes(samples, args, False))
-    worker = worker_type(net, data, args, steps)
-    return Trial(call, net, worker, np.array_split(np.arange(samples * clients), clients))
+def train(call, counter):
+    """Train two clients for two rounds, on a batch each. Return network, state and traffic of one.
 
-
-def train_and_aggregate(trial, pool, clients, server):
-    """Train the clients and aggregate into trial.net."""
-    method = trial.call.method
-    received = common.Received()
-    weights = trial.net.state_dict()
-
-    def start(worker, client):
-        return worker.train(client, server, weights, method.local_update)
-
-    for trained in pool.train(clients, start):
-        if trained is not None:
-            received.add(*trained)
-    method.aggregate(trial.net, received, server, trial.call.args)
-
-
-def rounds(trial, count):
-    """Yield the cost of each of count rounds of a Trial, as the first client sees it.
-
-    A dict of the seconds of the whole round, bytes down and up, and numbers kept for the next.
+    call: a MethodCall, on the CPU.
     """
-    worker = trial.worker
-    pool = engine.Pool(lambda: worker, worker.device, 1, common.CORES)
-    server = {"round": 0}
-    states = {}
-    for t in range(1, count + 1):
-        server.update(round=t, clients=list(range(len(trial.parts))))
-        weight = 1 / len(trial.parts)
-        clients = [
-            common.Client(k, part, states.get(k, {}), weight) for k, part in enumerate(trial.parts)
-        ]
-        start = time.perf_counter()
-        model = common.nbytes(trial.net.state_dict())
-        train_and_aggregate(trial, pool, clients, server)
-        states = {client.id: client.state for client in clients}
-        synchronise(trial, clients, server)
-        yield {
-            "seconds": time.perf_counter() - start,
-            "down": model + clients[0].bytes_down,
-            "up": model + clients[0].bytes_up,
-            "kept": numbers_in(clients[0].state),
-        }
-
-
-def synchronise(trial, clients, server):
-    """Run the second synchronisation of a Trial's method, if it has one, and wait for the GPU."""
-    worker = trial.worker
-    method = trial.call.method
-    if method.after_round:
-        worker.net.eval().load_state_dict(trial.net.state_dict())
-        method.after_round(worker, clients, server, trial.call.args)
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
-    server.pop("report", None)
-
-
-# --- what is measured
+    args, method, size = call.args, call.method, call.args.batch_size
+    data = images(args, size * CLIENTS)
+    parts = np.split(np.arange(size * CLIENTS), CLIENTS)
+    net, local_update = common.prepare_net(data, args, method.adapt), counter.counted(method[0])
+    server, states = {}, [{}] * CLIENTS
+    with counter, twice_differentiable(net):  # LSTMs of linear layers, which are counted
+        for t in range(1, ROUNDS + 1):
+            server |= {"round": t, "clients": list(range(CLIENTS))}
+            clients = [common.Client(k, parts[k], states[k], 1 / CLIENTS) for k in range(CLIENTS)]
+            received = common.Received()
+            for client in clients:
+                worker = common.PlainWorker(net, data, args, client, server)
+                weights = common.train_client(worker, client, server, args, local_update)
+                received.add(client, weights)
+            states = [client.state for client in clients]
+            method.aggregate(net, received, server, args)
+            if method.after_round:
+                worker = common.PlainWorker(net, data, args, clients[0], server)
+                worker.net.eval()
+                method.after_round(worker, clients, server, args)
+    model = common.nbytes(net.state_dict())
+    traffic = {"down": model + clients[0].bytes_down, "up": model + clients[0].bytes_up}
+    return net, states[0], traffic
 
 
 def numbers_in(tree):
     """Return how many numbers the tensors in nested dicts, lists and tuples hold."""
-    return sum(t.numel() for t in common.tensors_in(tree))
+    return sum({id(t): t.numel() for t in common.tensors_in(tree)}.values())
 
 
-def stored_numbers(worker):
-    """Return the numbers that a step reads, counted in two ways.
-
-    (weights of the networks' convolutions and linear layers, everything); see the top of this file.
-    """
-    net = worker.net
-    norm_parameters = {
-        p for m in net.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)
-    }
-    weights = sum(p.numel() for p in net.parameters() if p not in norm_parameters)
+def stored_numbers(net, counter):
+    """Return the numbers that a step reads, counted in two ways: as the papers do, and in full."""
+    of_norms = {p for m in net.modules() if isinstance(m, NORMS) for p in m.parameters(False)}
+    weights = sum(p.numel() for p in net.parameters() if p not in of_norms)
     floats = sum(v.numel() for v in net.state_dict().values() if v.is_floating_point())
-    networks = 1 + len(worker.nets)
-    return (
-        (networks + pinned_copies(worker)) * weights,
-        networks * floats + numbers_in(worker.pins),
-    )
-
-
-def pinned_copies(worker):
-    """Return how many pinned lists of tensors are shaped as the parameters of the network."""
-    parameter_shapes = [p.shape for p in worker.net.parameters()]
-    lists = {}
-    for name, value in worker.pins.items():
-        lists.setdefault(name.split(".")[0], []).append(value.shape)
-    return sum(shapes == parameter_shapes for shapes in lists.values())
+    shapes, pins = [p.shape for p in net.parameters()], counter.pins.values()
+    copies = sum(isinstance(pin, list) and [v.shape for v in pin] == shapes for pin in pins)
+    networks = 1 + len(counter.networks)
+    return (networks + copies) * weights, networks * floats + numbers_in(counter.pins)
 
 
 def count(call, draws):
-    """Return the costs of a MethodCall as a dict; see the top of this file.
+    """Return the costs of a MethodCall as a dict, counted on the CPU; changes call.args.
 
-    Counted on the CPU, over draws steps. Changes call.args.
+    draws: over how many steps, where they differ.
     """
-    args = call.args
-    args.local_steps = draws
-    args.capture = False
-    args.device = "cpu"
-    trial = prepare(call, args.batch_size, CLIENTS, CountingWorker)
-    with unfused_lstm(trial.net), MacCounter({}) as everything:
-        *_, last = rounds(trial, ROUNDS)
-    macs = dict(zip(KINDS, np.mean(trial.worker.counts, 0).tolist()))
-    outside = (everything.totals() - trial.worker.counted)[[0, 2, 3]]  # forward and expected: once
+    args, counter = call.args, Counter()
+    args.device, args.local_steps = "cpu", 1
+    common.set_up_device(args)
+    net, state, traffic = train(call, counter)
+    if None not in counter.costs:
+        args.local_steps, counter = -(-draws // (CLIENTS * ROUNDS)), Counter()
+        train(call, counter)
+    macs = dict(zip(KINDS, np.mean(counter.steps, 0).tolist()))
+    outside = (counter.totals() - counter.ran)[[0, 2, 3]]  # forward and expected: once
     macs["round"] = float(sum(outside)) / (CLIENTS * ROUNDS * args.batch_size)
-    papers, full = stored_numbers(trial.worker)
-    return {
-        "macs_per_sample": macs,
-        "flops_per_sample": {kind: 2 * number for kind, number in macs.items()},
-        "parameters": {"papers": papers, "full": full, "kept": last["kept"]},
-        "bytes": {"down": last["down"], "up": last["up"]},
-    }
-
-
-def unfused_lstm(net):
-    """Return a context in which the LSTMs of net are made of linear layers, which are counted."""
-    if any(isinstance(module, nn.RNNBase) for module in net.modules()):
-        return torch.backends.mkldnn.flags(enabled=False)
-    return contextlib.nullcontext()
-
-
-def measure(calls, repeats):
-    """Return the seconds of repeats rounds of one client, a list for each of calls, in turns.
-
-    A client trains --epochs epochs of one batch, or --local-steps steps; the first round of each
-    call is a warm-up and left out.
-    """
-    timed_rounds = []
-    for call in calls:
-        samples = call.args.batch_size * (call.args.local_steps or 1)
-        timed_rounds.append(rounds(prepare(call, samples, 1), repeats + 1))
-    seconds = [[] for _ in calls]
-    for _ in tqdm(range(repeats + 1), "rounds", leave=False, disable=None):
-        for i, generator in enumerate(timed_rounds):
-            seconds[i].append(next(generator)["seconds"])
-    return [column[1:] for column in seconds]
-
-
-def times(script, flags, repeats):
-    """Return medians over repeats: seconds of a client's round, of fedavg.py's, and the ratio.
-
-    The ratio is of each pair of rounds that followed one another.
-    """
-    fedavg = runs.method_call("fedavg", shared_flags(flags))
-    baseline, seconds = measure([fedavg, runs.method_call(script, flags)], repeats)
-    return {
-        "round": statistics.median(seconds),
-        "fedavg": statistics.median(baseline),
-        "ratio": statistics.median(b / a for a, b in zip(baseline, seconds)),
-    }
-
-
-def shared_flags(argv):
-    """Return the words of argv without the flags, and their values, that fedavg.py lacks."""
-    words = [common.canonical(word) for word in argv]
-    _, unknown = common.flags("", "fedavg").parse_known_args(words)
-    shared = []
-    for word in words:
-        if unknown and word == unknown[0]:  # they stand in the order of words
-            unknown.pop(0)
-        else:
-            shared.append(word)
-    return shared
+    papers, full = stored_numbers(net, counter)
+    stored = {"papers": papers, "full": full, "kept": numbers_in(state)}
+    return {"macs_per_sample": macs, "parameters": stored, "bytes": traffic}
 
 
 # --- the command
 
 
-def make_parser():
-    """Return the parser of this analysis' own flags; all others are the script's."""
-    parser = common.PlainParser(
-        __doc__,
-        prog="analysis/cost.py",
-        usage="python -m analysis.cost SCRIPT [--no-time] [--draws N] [--repeats N] [flags]",
-    )
-    add = parser.add_argument
-    positive = common.number(int, 1)
-    add("script", metavar="SCRIPT", help="a method's script, such as moon")
-    add("--no-time", action="store_true", help="measure no time")
-    add("--draws", type=positive, default=1000, help="steps over which drawn sizes are averaged")
-    add("--repeats", type=positive, default=3, help="rounds that are timed")
-    return parser
-
-
 def main(argv=None):
-    """Count and time a method, print it, and return what is printed as a dict."""
-    args, flags = make_parser().parse_known_args(argv)
+    """Count a method's cost, print it, and return what is printed as a dict."""
+    usage = "python -m analysis.cost SCRIPT [--draws N] [flags of the script]"
+    parser = common.PlainParser(__doc__, prog="analysis/cost.py", usage=usage)
+    parser.add_argument("script", metavar="SCRIPT", help="a method's script, such as moon")
+    parser.add_argument(
+        "--draws", type=common.COUNT, default=1000, help="steps over which drawn sizes are averaged"
+    )
+    args, flags = parser.parse_known_args(argv)
     script = args.script.removesuffix(".py")
     with common.one_line_errors("analysis/cost"):
         call = runs.method_call(script, flags)
         if call.args.batch_size < 2:
-            raise common.UserError(
-                "argument --batch-size: must be at least 2, for batch norm and contrasts"
-            )
-        result = {
-            "script": script,
-            "model": call.args.model,
-            "dataset": call.args.dataset,
-            "batch_size": call.args.batch_size,
-            **count(call, args.draws),
-        }
-        if not args.no_time:
-            result["seconds"] = times(script, flags, args.repeats)
+            raise common.UserError("argument --batch-size: must be at least 2, for batch norm")
+        about = {name: getattr(call.args, name) for name in ("model", "dataset", "batch_size")}
+        result = {"script": script, **about, **count(call, args.draws)}
     show(result)
     return result
 
@@ -451,22 +273,13 @@ def show(result):
     """Print a result for people, then on one line as JSON."""
     print("{script}.py, {model}, {dataset}, batches of {batch_size}".format(**result))
     macs = result["macs_per_sample"]
-    for kind, text in LEGEND.items():
+    for kind, text in {**KINDS, "round": "once a round, outside steps"}.items():
         if kind != "expected" or macs["expected"] != macs["forward"]:
-            millions = macs[kind] / 1e6
-            print(
-                f"  {millions:10.2f} M MACs ({2 * millions:10.2f} MFLOPs) a sample: {text}",
-            )
-    parameters = result["parameters"]
-    print(
-        f"  {parameters['papers'] / 1e6:10.2f} M parameters as the papers count them, "
-        f"{parameters['full']:,} numbers in full; "
-        f"{parameters['kept']:,} kept by a client between rounds"
-    )
+            number = macs[kind] / 1e6
+            print(f"  {number:10.2f} M MACs ({2 * number:10.2f} MFLOPs) a sample: {text}")
+    stored = "{papers:,} parameters as the papers count, {full:,} in full; a client keeps {kept:,}"
+    print("  " + stored.format(**result["parameters"]))
     print("  {down:,} bytes down, {up:,} up, a client and round".format(**result["bytes"]))
-    if "seconds" in result:
-        text = "  {round:.2f} s a client's round, fedavg.py {fedavg:.2f} s, ratio {ratio:.2f}"
-        print(text.format(**result["seconds"]))
     print(json.dumps(result))
 
 

@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -270,15 +271,15 @@ def seats(words, device, steps, short=False):
     call = runs.method_call(script, [*wanted.split(), *flags])
     size = call.args.batch_size
     samples = size // 2 + 5 if short else 4 * size
-    trial = cost.prepare(call, samples, 8)
+    data = cost.images(call.args, 8 * samples).to(common.set_up_device(call.args))
+    net = common.prepare_net(data, call.args, call.method.adapt)
     server = {"round": 2, "clients": list(range(8))}
-    weights, workers = trial.net.state_dict(), [trial.worker]
+    weights, workers, parts = net.state_dict(), [], np.split(np.arange(8 * samples), 8)
 
     def seated(count):
         while len(workers) < count:
-            worker = engine.Worker(trial.net, trial.worker.data, call.args, steps)
-            workers.append(worker)
-        clients = [common.Client(k, part, {}, 1 / 8) for k, part in enumerate(trial.parts)]
+            workers.append(engine.Worker(net, data, call.args, steps))
+        clients = [common.Client(k, part, {}, 1 / 8) for k, part in enumerate(parts)]
         rounds = [
             worker.train(client, server, weights, call.method.local_update)
             for worker, client in zip(workers[:count], clients)
