@@ -84,9 +84,9 @@ TABLE_5 = {  # row of the table: script
 }
 EPOCHS = 4  # of Table 5's 20 that are run
 IMAGES = (50_000, 10_000)  # to train on, to test on; --small has fewer
-LOOPS = """bare_loop --model resnet56; bare_loop --model resnet18-gn --batch-size 50;
-bare_loop --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --samples 50000;
-bare_loop --model cnn-mcmahan --clients 1000 --sample 0.05 --batch-size 10 --samples 50000;
+LOOPS = """bare --model resnet56; bare --model resnet18-gn --batch-size 50;
+bare --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --samples 50000;
+bare --model cnn-mcmahan --clients 1000 --sample 0.05 --batch-size 10 --samples 50000;
 conventional --model resnet56 --loaders 4,8 --repeats 1;
 conventional --model resnet18-gn --batch-size 50 --loaders 4,8 --repeats 1"""
 
@@ -375,11 +375,10 @@ def papers_seconds():
 
 
 def loops(words, device):
-    """What another benchmark prints as JSON."""
-    script, *flags = words
+    """What benchmarks/loops.py prints as JSON."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        importlib.import_module(script).main([*flags, "--device", device])
+        importlib.import_module("loops").main([*words, "--device", device])
     return json.loads(printed.getvalue().splitlines()[-1])
 
 
@@ -448,7 +447,7 @@ PARTS = {
         f"{TYPICAL} --model cnn --clients 4 --epochs 1",
     ),
     "rounds": Part(rounds, [*TABLE_5, *SHAPES], "FedAvg --model cnn --clients 4 --epochs 1"),
-    "loops": Part(loops, listed(LOOPS), "bare_loop --samples 200 --clients 2 --repeats 1"),
+    "loops": Part(loops, listed(LOOPS), "bare --samples 200 --clients 2 --repeats 1"),
 }
 
 

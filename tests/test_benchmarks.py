@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -16,12 +15,10 @@ import run_folder
 import fedavg
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import bare_loop  # noqa: E402
-import conventional  # noqa: E402
+import commands  # noqa: E402
 import gpu  # noqa: E402
+import loops  # noqa: E402
 import population  # noqa: E402
-import processes  # noqa: E402
-import throughput  # noqa: E402
 
 
 def test_conventional_loop_is_fedavg(tmp_path):
@@ -35,30 +32,55 @@ def test_conventional_loop_is_fedavg(tmp_path):
     data = common.load_data(args)
     plain = common.build_net(args.model, data.classes)
     before = {k: v.clone() for k, v in plain.state_dict().items()}
-    images = conventional.Images(data, False)
-    parts = conventional.clients(data, args)
-    assert conventional.conventional_round(plain, images, parts, args, 0) == 3 * 600
+    images, parts = loops.Images(data, False), common.partition(data, args)
+    assert loops.conventional_round(plain, images, parts, args, 0) == 3 * 600
     for k, v in net.state_dict().items():
         torch.testing.assert_close(plain.state_dict()[k], v, rtol=1e-4, atol=1e-6)
         assert (v - before[k]).abs().max() > 1e-3  # far more than the tolerance
 
 
-@pytest.mark.parametrize("script", [bare_loop, conventional])
-def test_benchmark_runs(script, capsys):
-    script.main("--samples 400 --clients 4 --repeats 1 --batch-size 20".split())
+@pytest.mark.parametrize("loop", ["bare", "conventional"])
+def test_loops_run(loop, capsys):
+    loops.main([loop, *"--samples 400 --clients 4 --repeats 1 --batch-size 20".split()])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["fedavg"] > 0
-    assert figures["ratio"] == pytest.approx(figures["fedavg"] / figures[script.__name__])
+    assert figures["ratio"] == pytest.approx(figures["fedavg"] / figures[loop])
 
 
-def test_throughput_runs(capsys):
-    flags = "--clients 400 --sample 0.005 --local-steps 1 --rounds 2 --repeats 1"
-    assert throughput.main(["fedprox --mu 0.1", *flags.split()]) == 0
-    table = json.loads(capsys.readouterr().out.splitlines()[-1])["table"]
-    assert [row["script"] for row in table] == ["fedavg", "fedprox --mu 0.1"]
+def test_the_conventional_loop_refuses_what_it_lacks(capsys):
+    refused(capsys, loops, ["conventional", "--clip", "1"], "--clip: not in the conventional loop")
+
+
+def test_commands_run(capsys):
+    flags = "--clients 400 --sample 0.005 --local-steps 1 --rounds 2 --repeats 1 --device cpu"
+    assert commands.main(["fedavg", "2x fedprox --mu 0.1", *flags.split()]) == 0
+    *_, first, second, last = capsys.readouterr().out.splitlines()
+    table = json.loads(last)["table"]
+    assert first.startswith("fedavg ") and second.startswith("2x fedprox --mu 0.1 ")
     assert table[0]["time"] == 1
-    assert all(row["samples_per_s"] > 0 for row in table)
-    assert all(row["host_bytes"] > 2**26 for row in table)
+    assert all(row["samples/s"] > 0 and row["host GiB"] > 2**26 for row in table)
+    model = common.nbytes(common.build_net("cnn", 62).state_dict())
+    assert [row["MB up"] for row in table] == [2 * model] * 2
+
+
+def test_commands_take_turns(monkeypatch, capsys):
+    """Time is the median of the turns' ratios."""
+    calls, rates = [], iter([10, 20, 10, 5, 10, 40])
+    config = {"workers": 1, "device": "x", "versions": {"torch": "2"}, "commit": "c"}
+
+    def measure(*call):
+        calls.append(call)
+        return dict.fromkeys(commands.COLUMNS, 0) | {"samples/s": next(rates)}, config
+
+    monkeypatch.setattr(commands, "measure", measure)
+    words = ["fedavg --workers 2", "2x moon", "--lr", "0.1"]
+    assert commands.main(words) == 0
+    flags = [*commands.DEFAULTS, "--rounds", "3", "--lr", "0.1"]
+    pair = [(1, "fedavg", [*flags, "--workers", "2"], 1), (2, "moon", flags, 1)]
+    assert calls == pair * 3
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])["table"]
+    assert [(row["samples/s"], row["time"]) for row in table] == [(10, 1), (20, 0.5)]
+    refused(capsys, commands, ["nothing"], "nothing.py")
 
 
 def test_population_runs(monkeypatch, capsys):
@@ -84,35 +106,6 @@ def test_a_population_is_measured_in_a_process_of_its_own():
 
 def test_population_refuses_a_script_that_is_not_there(capsys):
     refused(capsys, population, ["--scripts", "fedavg,nothing"], "--scripts", "nothing.py")
-
-
-def test_processes_take_turns(monkeypatch, capsys):
-    """The ratio is the median of the pairs'."""
-    calls, rates = [], iter([10, 20, 10, 5, 10, 30])
-
-    def measure(ranks, script, flags):
-        calls.append((ranks, script, flags[-2:], flags[-4:-2]))
-        return next(rates), 7
-
-    monkeypatch.setattr(processes, "measure", measure)
-    processes.main(["--script", "moon", "--lr", "0.1"])
-    one, two = [(n, "moon", ["--workers", w], ["--lr", "0.1"]) for n, w in ((1, "2"), (2, "1"))]
-    assert calls == [one, two] * 3
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures == {"workers": 10, "ranks": 20, "ratio": 2, "bytes": 7}
-
-
-@pytest.mark.parametrize(
-    "argv, word",
-    [
-        (["nothing"], "nothing.py"),
-        (["fedprox", "--graph", "maybe"], "maybe"),
-    ],
-)
-def test_throughput_refuses(capsys, argv, word):
-    with pytest.raises(SystemExit):
-        throughput.main(argv)
-    assert word in capsys.readouterr().err
 
 
 SMALL = ["--small", "--device", "cpu"]
@@ -152,9 +145,7 @@ def test_gpu_tells_failures_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)
     monkeypatch.setattr(gpu, "train", train)
     parts = gpu.PARTS | {"memory": gpu.PARTS["memory"]._replace(small="nothing 32 2")}
-    monkeypatch.setattr(
-        gpu, "PARTS", parts | {"loops": parts["loops"]._replace(small="bare_loop -")}
-    )
+    monkeypatch.setattr(gpu, "PARTS", parts | {"loops": parts["loops"]._replace(small="bare -")})
     argv = ["correct", "memory", "loops", "machine", *SMALL, "--no-processes"]
     assert gpu.main(argv) == 1
     out = capsys.readouterr().out
@@ -200,16 +191,3 @@ def test_gpu_refuses(capsys, argv, word):
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert word in err and len(err.splitlines()) == 1
-
-
-def test_uploads_are_added_up_in_two_ways():
-    """Over two ranks, with blocks of two and of one client."""
-    argv = "--model cnn --uploads 3 --blocks 2 --repeats 1".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "benchmarks" / "exchange.py")
-    done = subprocess.run([*command, "2", script, *argv], capture_output=True, env=environment)
-    figures = json.loads(done.stdout.splitlines()[-1])
-    upload = 4 * sum(p.numel() for p in common.build_net("cnn", 100).parameters())
-    assert figures["received"] == {"in order": upload, "blocks": upload}
-    assert min(figures["seconds"].values()) > 0
