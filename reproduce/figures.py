@@ -1,10 +1,17 @@
-"""Figures of a run, and their means over runs."""
+"""Figures of a run, their means over runs, and what tells the rows of a table apart."""
 
 import dataclasses
 import statistics
-import typing
+from typing import NamedTuple
 
 import common
+from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text, differing_code
+
+ROW_KEYS = {  # of a row as the engine writes it; what else is there the method has reported
+    *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
+    *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema val_acc val_loss crc32".split(),
+    *"acc_last5_mean acc_last5_std".split(),
+}
 
 
 @dataclasses.dataclass
@@ -20,88 +27,15 @@ class Mean:
     def of(cls, values):
         """Return the Mean of numbers, of which None is a missed one."""
         numbers = [v for v in values if v is not None]
-        missed = len(values) - len(numbers)
-        if not numbers:
-            return cls(None, None, 0, missed)
         std = statistics.stdev(numbers) if len(numbers) > 1 else None
-        return cls(statistics.fmean(numbers), std, len(numbers), missed)
+        mean = statistics.fmean(numbers) if numbers else None
+        return cls(mean, std, len(numbers), len(values) - len(numbers))
 
-    def show(self, digits=2):
+    def show(self, form=",.2f", std_form=None):
         if self.mean is None:
             return "-"
-        text = f"{self.mean:,.{digits}f}"
-        return text if self.std is None else f"{text} +- {self.std:,.{digits}f}"
-
-    def show_short(self):
-        """Return it with four digits, whatever its size."""
-        return f"{self.mean:.4g}" + ("" if self.std is None else f" +- {self.std:.2g}")
-
-
-def figures(run, rounds, at=(), targets=()):
-    """Return the figures of a run after so many rounds, {column: number or None}.
-
-    at: rounds at which the EMA is asked for; targets: accuracies (%) that the EMA is to reach.
-    """
-    rows = run.rows[:rounds]
-    tested = [row for row in rows if row["test_acc"] is not None]
-    values = accuracy_figures(tested)
-    for number in at:
-        emas = [row["acc_ema"] for row in tested if row["round"] == number]
-        values[f"EMA@{number}"] = emas[0] if emas else None
-    for target in targets:
-        reached = [row["round"] for row in tested if row["acc_ema"] >= target]
-        values[f"to {target:g}%"] = reached[0] if reached else None
-    if tested and tested[-1].get("client_acc_worst") is not None:
-        values["worst client"] = tested[-1]["client_acc_worst"]
-    return {**own_figures(rows), **values, **cost_figures(rows)}
-
-
-ENGINE_KEYS = {  # of a row; what else is there the method has reported
-    *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
-    *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema".split(),
-    *"acc_last5_mean acc_last5_std val_acc val_loss".split(),
-    *"client_acc_mean client_acc_std client_acc_worst client_acc_best client_acc_p10".split(),
-    *"client_acc_var personal_acc_std personal_acc_best personal_acc_p10 personal_acc_var".split(),
-    "crc32",
-}
-
-
-def own_figures(rows):
-    """Return the numbers that the method itself reported last, {name: number}."""
-    last = {}
-    for row in rows:
-        last |= {key: row[key] for key in row.keys() - ENGINE_KEYS if is_number(row[key])}
-    return last
-
-
-def is_number(value):
-    return type(value) in (int, float)
-
-
-def accuracy_figures(tested):
-    """Return the figures of the rows that have been evaluated."""
-    accuracies = [row["test_acc"] for row in tested]
-    last, best = tested[-1] if tested else {}, common.best_row(tested)
-    five = accuracies[-5:]
-    return {
-        "last": last.get("test_acc"),
-        "best": best["test_acc"] if best else None,
-        "EMA": last.get("acc_ema"),
-        "last five": statistics.fmean(five) if five else None,
-        "their deviation": statistics.pstdev(five) if five else None,
-    }
-
-
-def cost_figures(rows):
-    """Return median seconds and mean bytes of a round."""
-    values = {
-        "s/round": statistics.median(seconds(row) for row in rows),
-        "train s/round": statistics.median(row["seconds"].get("train", 0) for row in rows),
-        "MB/round": statistics.fmean(traffic(row) for row in rows) / 1e6,
-    }
-    if "bytes_delta" in rows[-1]:
-        values["delta bytes"] = rows[-1]["bytes_delta"] / len(rows[-1]["clients"])
-    return values
+        text = f"{self.mean:{form}}"
+        return text if self.std is None else f"{text} +- {self.std:{std_form or form}}"
 
 
 def seconds(row):
@@ -112,6 +46,49 @@ def seconds(row):
 def traffic(row):
     """Return the bytes that the clients of a round received and sent."""
     return row["bytes_down"] + row["bytes_up"]
+
+
+def is_number(value):
+    return type(value) in (int, float)
+
+
+def own_figures(rows):
+    """Return the numbers that the method itself reported last, {name: number}."""
+    last = {}
+    for row in rows:
+        own = [k for k in row.keys() - ROW_KEYS if not k.startswith(("client_acc", "personal_acc"))]
+        last |= {key: row[key] for key in own if is_number(row[key])}
+    return last
+
+
+def figures(run, rounds, at=(), targets=()):
+    """Return the figures of a run after so many rounds, {column: number or None}.
+
+    at: rounds at which the EMA is asked for; targets: accuracies (%) that the EMA is to reach.
+    """
+    rows = run.rows[:rounds]
+    tested = [row for row in rows if row["test_acc"] is not None]
+    last, five = tested[-1] if tested else {}, [row["test_acc"] for row in tested[-5:]]
+    emas = {row["round"]: row["acc_ema"] for row in tested}
+    reached = {target: [t for t in emas if emas[t] >= target] for target in targets}
+    values = {
+        **own_figures(rows),
+        "last": last.get("test_acc"),
+        "best": common.best_row(tested)["test_acc"] if tested else None,
+        "EMA": last.get("acc_ema"),
+        "last five": statistics.fmean(five) if five else None,
+        "their deviation": statistics.pstdev(five) if five else None,
+        **{f"EMA@{t}": emas.get(t) for t in at},
+        **{f"to {target:g}%": (first or [None])[0] for target, first in reached.items()},
+        "s/round": statistics.median(map(seconds, rows)),
+        "train s/round": statistics.median(row["seconds"].get("train", 0) for row in rows),
+        "MB/round": statistics.fmean(map(traffic, rows)) / 1e6,
+    }
+    if last.get("client_acc_worst") is not None:
+        values["worst client"] = last["client_acc_worst"]
+    if "bytes_delta" in rows[-1]:
+        values["delta bytes"] = rows[-1]["bytes_delta"] / len(rows[-1]["clients"])
+    return values
 
 
 def means(group, at=(), targets=()):
@@ -131,52 +108,117 @@ def show_figure(column, mean, group):
     if column == "worst client" and mean.missed:  # measured in some of the runs alone
         return f"{mean.show()} (n = {mean.n})"
     if column in own_figures(group.runs[0].rows):
-        return mean.show_short()
-    if column not in ("s/round", "MB/round", "delta bytes") or mean.mean is None:
-        return mean.show()
-    if mean.mean < 10:
-        return mean.show(2)
-    return mean.show(1 if mean.mean < 1000 else 0)
+        return mean.show(".4g", ".2g")
+    if column in ("s/round", "MB/round", "delta bytes") and mean.mean and mean.mean >= 10:
+        return mean.show(",.1f" if mean.mean < 1000 else ",.0f")
+    return mean.show()
 
 
 def show_censored(mean, rounds):
     """Return a Mean of rounds to a target, which some runs may not have reached."""
     if not mean.missed:
-        return mean.show(0)
+        return mean.show(",.0f")
     if not mean.n:
         return f"{rounds}+"
-    return f"{rounds}+ ({mean.n} of {mean.n + mean.missed}: {mean.show(0)})"
+    return f"{rounds}+ ({mean.n} of {mean.n + mean.missed}: {mean.show(',.0f')})"
 
 
-class Curve(typing.NamedTuple):
-    """Mean and sample deviation over runs at each point; deviation is None for one run."""
-
-    at: list
-    mean: list
-    deviation: list | None
-
-
-ROW_KEYS = {"accuracy": "test_acc", "ema": "acc_ema", "worst": "client_acc_worst"}
-
-
-def curve(group, x, quantity):
-    """Return the Curve of a quantity against x: rounds, seconds or bytes."""
-    key = ROW_KEYS.get(quantity, quantity)
-    at = []
-    values = []
+def curve(group, x, key):
+    """Return [(x, Mean)] of a number of the rows against x: rounds, seconds or bytes, in GB."""
+    points = []
+    totals = [0.0] * len(group.runs)
     for number in range(1, group.rounds + 1):
         rows = [run.rows[number - 1] for run in group.runs]
+        amount = {"rounds": lambda row: 1, "seconds": seconds, "bytes": traffic}[x]
+        totals = [total + amount(row) for total, row in zip(totals, rows)]
         if all(is_number(row.get(key)) for row in rows):
-            at.append(position(group, number, x))
-            values.append(Mean.of([row[key] for row in rows]))
-    deviation = [value.std for value in values] if len(group.runs) > 1 else None
-    return Curve(at, [value.mean for value in values], deviation)
+            at = statistics.fmean(totals) / (1e9 if x == "bytes" else 1)
+            points.append((at, Mean.of([row[key] for row in rows])))
+    return points
 
 
-def position(group, number, x):
-    """Return where round number lies on the axis x, the mean over the group's runs."""
-    if x == "rounds":
-        return number
-    amount = seconds if x == "seconds" else traffic
-    totals = [sum(map(amount, run.rows[:number])) for run in group.runs]
-    return statistics.fmean(totals) / (1e9 if x == "bytes" else 1)
+# --------------------------------------------------------------------------------------------------
+# The rows of a table: what each says of its setting and method, and what they all share
+# --------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    setting: str
+    method: str
+    group: Group
+
+
+def table_rows(groups, names=None):
+    """Return the Rows of groups.
+
+    names: {run folder: [(setting, method), ...]}, a row each; rows without a name are named after
+    the flags that differ between groups.
+    """
+    rows = []
+    for group in groups:
+        own = [(setting_label(group, groups), method_label(group, groups))]
+        labels = (names or {}).get(str(group.runs[0].path), own)
+        rows += [Row(setting, method, group) for setting, method in labels]
+    if not names:
+        return rows
+    parts = [row.setting.replace(";", " ").split(" ") for row in rows]  # "CIFAR-10 C=16;R=25"
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    settings = [" ".join(word for word in words if word not in shared) for words in parts]
+    return [row._replace(setting=setting) for row, setting in zip(rows, settings)]
+
+
+def differing_flags(flags, groups):
+    """Return those of the flags that have several values among groups."""
+    return [flag for flag in flags if len({as_text(g.flags.get(flag)) for g in groups}) > 1]
+
+
+def setting_label(group, groups):
+    """Return the flags of the setting that differ between groups, as text."""
+    flags = differing_flags(SETTING_FLAGS, groups)
+    if group.flags["dataset"] != "folder" and "data_dir" in flags:
+        flags.remove("data_dir")
+    values = {flag: group.flags.get(flag) for flag in flags}
+    return ", ".join(f"{k} {as_text(v)}" for k, v in values.items() if v is not None)
+
+
+def method_label(group, groups):
+    """Return the method and those of its flags that differ between its groups, as text.
+
+    A method is a script or, where a script ran with several, its server optimizer.
+    """
+    groups = [other for other in groups if other.script == group.script]
+    name, server = group.script, group.flags.get("server")
+    if len({other.flags.get("server") for other in groups}) > 1:
+        groups = [other for other in groups if other.flags.get("server") == server]
+        name = {"avgm": "FedAvgM", "adam": "FedADAM"}.get(server, name)
+        name += f" ({group.script})" * (name != group.script != "fedavg")
+    flags = [flag for flag in group.flags if flag not in {*SETTING_FLAGS, *MACHINE_FLAGS, "seed"}]
+    parts = [f"{flag}={as_text(group.flags[flag])}" for flag in differing_flags(flags, groups)]
+    return " ".join([name, *parts, *code_labels(group, groups)])
+
+
+def code_labels(group, groups):
+    """Return what tells a group's code from that of groups of the same script, as texts.
+
+    It is a function's name, with its digest where names are the same.
+    """
+    labels = []
+    for part, texts in differing_code(group, groups).items():
+        names = {text.split(" ")[0] for text in texts}
+        text = group.code.get(part, "none")
+        short = text.split(" ")[0] if len(names) == len(texts) else text.replace(" ", " #")
+        labels.append(f"{part}={short}")
+    return labels
+
+
+def shared_setting(groups):
+    """Return the flags of the setting that all groups share, as text; those that act alone."""
+    flags, idle = groups[0].flags, set(differing_flags(SETTING_FLAGS, groups))
+    if flags["dataset"] != "folder":
+        idle.add("data_dir")
+    if not str(flags["partition"]).startswith("dirichlet"):
+        idle.add("alpha")
+    if flags["partition"] != "similarity":
+        idle.add("similarity")
+    shared = {flag: flags.get(flag) for flag in SETTING_FLAGS if flag not in idle}
+    return ", ".join(f"{k} {as_text(v)}" for k, v in shared.items() if v is not None)

@@ -1,172 +1,123 @@
 """Pictures of runs: curves over rounds, seconds or bytes, or points against a flag."""
 
-import dataclasses
-import io
 import itertools
-import json
 import math
-import pathlib
-import typing
+from typing import NamedTuple
 
 import common
-import run_folder
-from reproduce.figures import curve, is_number, means
-from reproduce.rows import Row, code_labels, differing_flags, table_rows
-from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, hardware_of
+from analysis import pictures
+from reproduce.figures import (
+    Row,
+    code_labels,
+    curve,
+    differing_flags,
+    is_number,
+    means,
+    table_rows,
+)
+from reproduce.runs import MACHINE_FLAGS, as_text
 
-COLOURS = [  # told apart by all eyes
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#8C564B",
-]
-STYLE = {
-    "font.size": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "pdf.fonttype": 42,
-    "legend.frameon": False,
-    "lines.linewidth": 1.3,
+LABELS = {  # of axes
+    "rounds": "communication rounds",
+    "seconds": "seconds",
+    "bytes": "communicated (GB)",
+    "s/round": "seconds a round",
+    "MB/round": "communicated a round (MB)",
+    "accuracy": "test accuracy (%)",
+    "ema": "test accuracy, EMA (%)",
+    "train_loss": "training loss,\nwith the method's terms",
+    "test_loss": "test loss",
+    "worst": "worst client's accuracy (%)",
 }
-QUANTITIES = ("accuracy", "ema", "train_loss", "test_loss", "worst")
-CURVE_AXES = ("rounds", "seconds", "bytes")
-LABELS = {
-    "rounds": "Communication rounds",
-    "seconds": "Seconds",
-    "bytes": "Communicated (GB)",
-    "s/round": "Seconds a round",
-    "MB/round": "Communicated a round (MB)",
-    "accuracy": "Test accuracy (%)",
-    "ema": "Test accuracy, EMA (%)",
-    "train_loss": "Training loss,\nwith the method's terms",
-    "test_loss": "Test loss",
-    "worst": "Worst client's accuracy (%)",
+CURVES = ("rounds", "seconds", "bytes")
+FIGURES = ("s/round", "MB/round")  # of a round, as x
+KEYS = {  # of --y in the rows of metrics.jsonl
+    "accuracy": "test_acc",
+    "ema": "acc_ema",
+    "train_loss": "train_loss",
+    "test_loss": "test_loss",
+    "worst": "client_acc_worst",
 }
-X_NAMES = [name for name in LABELS if name not in QUANTITIES]  # what --x takes besides flags
-EFFORT = {  # what moves a run along an axis of seconds or bytes a round
-    "rounds",
-    "epochs",
-    "local_steps",
-    "batch_size",
-}
+EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along s/round
+LINES = ["-", "--", ":", "-."]
 
 
-def pyplot():
-    """Return matplotlib.pyplot, drawing into files. Raises UserError without matplotlib."""
-    try:
-        import matplotlib
+def axes_of(x, y, groups):
+    """Return --x and --y as a Picture of groups takes them, with what is drawn if they are None.
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot
-    except ImportError:
-        raise common.UserError(
-            "argument --plot: needs matplotlib (pip install matplotlib)"
-        ) from None
-    return matplotlib.pyplot
-
-
-def check_format(path):
-    """Raise UserError if matplotlib is missing or cannot write a file of that name."""
-    pyplot()
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if file_kind(path) not in kinds:
-        raise common.UserError(
-            f"argument --plot: {path} must end in one of .{', .'.join(sorted(kinds))}"
-        )
-
-
-def file_kind(path):
-    return pathlib.Path(path).suffix[1:] or "png"
-
-
-@dataclasses.dataclass
-class Picture:
-    """What is drawn: quantities of groups against x, which is rounds, a flag or s/round, say.
-
-    names: as for table_rows().
+    Raises UserError for a flag that decides none of the runs, and for numbers that are nowhere.
     """
+    x = (x or "rounds").lstrip("-")
+    if x not in (*CURVES, *FIGURES):
+        x = x.replace("-", "_")
+        decides = x not in MACHINE_FLAGS | {"seed"}
+        if not decides or all(group.flags.get(x) is None for group in groups):
+            names = ", ".join((*CURVES, *FIGURES))
+            why = f"{x} is no flag that decides these runs; it takes {names} or a flag"
+            raise common.UserError(f"argument --x: {why}")
+    rows = [row for group in groups for run in group.runs for row in run.rows]
+    there = sorted({k for row in rows for k, v in row.items() if is_number(v)})
+    for name in y or ():
+        if name not in {*KEYS, *there}:
+            names = ", ".join(dict.fromkeys([*KEYS, *there]))
+            raise common.UserError(f"argument --y: {name[:40]!r} is none of {names}")
+    return x, y or (["accuracy", "train_loss"] if x in CURVES else ["accuracy"])
+
+
+class Picture(NamedTuple):
+    """What is drawn: quantities of groups against x; names: as for table_rows()."""
 
     groups: list
     names: dict | None
     x: str
     quantities: list
 
-    @property
-    def against_figure(self):
-        """Whether x is a figure of a round, as s/round."""
-        return "/" in self.x
-
-    def write(self, path):
-        """Draw curves, a panel a setting and quantity; or points, a panel a quantity."""
-        plt = pyplot()
-        with plt.rc_context(STYLE):
-            draw = draw_curves if self.x in CURVE_AXES else draw_points
-            figure = draw(plt, self)
-            add_legend(figure, self)
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=file_kind(path), dpi=300)
-            plt.close(figure)
-        run_folder.write_atomically(path, buffer.getvalue())
+    def write(self, path, warn):
+        """Draw what has been measured to path, if it is anything. warn is told of what has not."""
+        groups = [g for g in self.groups if self.x in CURVES or g.complete]
+        cut, total = len(self.groups) - len(groups), len(self.groups)
+        if cut:
+            warn(f"{cut} of {total} rows are of runs that were cut, and are not drawn")
+        drawn = [q for q in self.quantities if any(values(g, q) for g in groups)]
+        missing = ", ".join(q for q in self.quantities if q not in drawn)
+        if groups and missing:
+            warn(f"{missing}: not measured in these runs, and not drawn")
+        if drawn:
+            draw = draw_curves if self.x in CURVES else draw_points
+            pictures.write(path, draw, self._replace(groups=groups, quantities=drawn))
 
 
-def check_quantities(names, runs):
-    """Raise UserError for a name of --y that is nowhere in the rows of runs."""
-    rows = [row for run in runs for row in run.rows]
-    there = sorted({key for row in rows for key, value in row.items() if is_number(value)})
-    for name in names or ():
-        if name not in {*QUANTITIES, *there}:
-            raise common.UserError(
-                f"argument --y: {name[:40]!r} is not in these runs; it takes "
-                f"{', '.join(dict.fromkeys([*QUANTITIES, *there]))}"
-            )
-
-
-def measured_in(groups, quantity):
-    """Whether any of the groups has a point of a quantity."""
-    return any(curve(group, "rounds", quantity).mean for group in groups)
-
-
-def add_legend(figure, picture):
-    """Put one legend below all panels, as wide as the figure, with n and what the bands are."""
-    handles = {}
-    for ax in figure.axes:
-        for handle in ax.get_legend_handles_labels()[0]:
-            handles[handle.get_label()] = handle
-    counts = sorted({len(group.runs) for group in picture.groups})
-    title = f"n = {', '.join(map(str, counts))}"
-    if counts[-1] > 1:
-        bars = "band" if picture.x in CURVE_AXES else "bars"
-        over = " or ".join(sorted({group.over for group in picture.groups if len(group.runs) > 1}))
-        title += f"; {bars}: one standard deviation over {over}"
-    room = int(16 * figure.get_figwidth())  # characters
-    columns = max(1, min(len(handles), room // (7 + max(map(len, handles)))))
-    lines = math.ceil(len(handles) / columns)
-    figure.set_figheight(figure.get_figheight() + 0.17 * max(0, lines - 2))
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        title=title,
-        title_fontsize=7,
-        ncols=columns,
-    )
+def values(group, quantity, x="rounds"):
+    """Return the points of a quantity that was measured in all runs of a group, as curve()."""
+    return curve(group, x, KEYS.get(quantity, quantity))
 
 
 def make_axes(plt, down, across):
     """Return a figure and its axes, (down, across)."""
-    size = max(3.4, 2.6 * across + 0.4), 2.2 * down + 0.6
+    size = max(4.5, 3.2 * across + 0.4), 2.5 * down + 0.8
     return plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
 
 
-def add_grid(ax):
-    ax.grid(color="0.92")
-    ax.set_axisbelow(True)
+def add_legend(figure, picture):
+    """Put one legend below all panels, with n and what the bands are."""
+    handles = {}
+    for ax in figure.axes:
+        ax.grid(color="0.92")
+        handles |= {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
+    title = f"n = {', '.join(map(str, sorted({len(g.runs) for g in picture.groups})))}"
+    over = sorted({group.over for group in picture.groups if len(group.runs) > 1})
+    if over:
+        title += f"; bands and bars: one standard deviation over {' or '.join(over)}"
+    room = int(14 * figure.get_figwidth())  # characters
+    columns = max(1, room // (7 + max(map(len, handles))))
+    options = {"title": title, "loc": "outside lower center", "ncols": columns}
+    figure.legend(handles.values(), handles.keys(), **options)
+
+
+def style_of(i):
+    """Return colour and kind of the i-th line."""
+    turn, colour = divmod(i, len(pictures.COLOURS))
+    return {"color": pictures.COLOURS[colour], "linestyle": LINES[turn % len(LINES)]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,86 +126,48 @@ def add_grid(ax):
 
 
 def draw_curves(plt, picture):
+    """Return a figure with a panel a setting and quantity."""
     rows = curve_rows(picture)
+    methods = list(dict.fromkeys(row.method for row in rows))
     settings = list(dict.fromkeys(row.setting for row in rows))
-    places = panels(settings, picture.quantities)
-    styles = curve_styles(rows)
-    down = 1 + max(row for row, _ in places)
-    across = 1 + max(column for _, column in places)
-    figure, axes = make_axes(plt, down, across)
-    for place in itertools.product(range(down), range(across)):
-        ax = axes[place]
-        if place not in places:
-            ax.remove()
-            continue
-        setting, quantity = places[place]
+    panels = list(itertools.product(settings, picture.quantities))
+    across = len(picture.quantities) if len(picture.quantities) > 1 else min(3, len(settings))
+    figure, axes = make_axes(plt, math.ceil(len(panels) / across), across)
+    for ax, (setting, quantity) in zip(axes.flat, panels):
         for row in rows:
             if row.setting == setting:
-                draw_curve(ax, curve(row.group, picture.x, quantity), row.method, styles)
-        add_grid(ax)
-        ticks = {"integer": True, "nbins": "auto"} if picture.x == "rounds" else {"nbins": 4}
-        ax.xaxis.get_major_locator().set_params(**ticks)
-        label_panel(ax, place, places, picture.x)
+                points = values(row.group, quantity, picture.x)
+                draw_curve(ax, points, row.method, style_of(methods.index(row.method)))
+        ax.set(xlabel=LABELS[picture.x], ylabel=label_of(quantity), title=setting)
+        ax.locator_params(axis="x", integer=picture.x == "rounds")
+    for ax in axes.flat[len(panels) :]:
+        ax.remove()
+    add_legend(figure, picture)
     return figure
 
 
 def curve_rows(picture):
     """Return the Rows to draw, whose methods tell curves of a panel apart."""
     rows = table_rows(picture.groups, picture.names)
-    if len({row.setting for row in rows}) == len(rows):
-        # nothing to compare within a setting: it tells the curves apart
+    if len({row.setting for row in rows}) == len(rows):  # nothing to compare within a setting
         rows = [Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
-    if picture.x == "seconds" and len({hardware_of(group) for group in picture.groups}) > 1:
-        rows = [row._replace(method=f"{row.method}, {hardware_of(row.group)}") for row in rows]
+    if picture.x == "seconds" and len({group.hardware for group in picture.groups}) > 1:
+        rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
     return rows
 
 
-def curve_styles(rows):
-    """Return {method: colour and line style}."""
-    styles = {}
-    for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
-        turn, colour = divmod(i, len(COLOURS))
-        line = ["-", "--", ":", "-."][turn % 4]
-        styles[method] = {"color": COLOURS[colour], "linestyle": line}
-    return styles
+def draw_curve(ax, points, label, style):
+    """Draw points, [(x, Mean)], with a band of their deviation; a single point as a dot."""
+    at, heights = [x for x, _ in points], [mean.mean for _, mean in points]
+    ax.plot(at, heights, label=label, marker="." if len(at) == 1 else None, **style)
+    if points and points[0][1].std is not None:
+        low = [mean.mean - mean.std for _, mean in points]
+        high = [mean.mean + mean.std for _, mean in points]
+        ax.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def draw_curve(ax, points, method, styles):
-    """Draw a Curve with a band of its deviation; a single point as a dot."""
-    marker = "." if len(points.at) == 1 else None
-    ax.plot(points.at, points.mean, label=method, marker=marker, **styles[method])
-    if points.deviation:
-        low = [mean - std for mean, std in zip(points.mean, points.deviation)]
-        high = [mean + std for mean, std in zip(points.mean, points.deviation)]
-        colour = styles[method]["color"]
-        ax.fill_between(points.at, low, high, color=colour, alpha=0.18, linewidth=0)
-
-
-def panels(settings, quantities):
-    """Return where each panel stands, {(row, column): (setting, quantity)}; at most four a row."""
-    if len(settings) == 1:
-        return {(0, j): (settings[0], quantity) for j, quantity in enumerate(quantities)}
-    if len(quantities) == 1:
-        return {divmod(i, 3): (setting, quantities[0]) for i, setting in enumerate(settings)}
-    places = {}
-    for (i, setting), (j, quantity) in itertools.product(
-        enumerate(settings), enumerate(quantities)
-    ):
-        place = (j, i) if len(settings) <= 4 else (i, j)
-        places[place] = setting, quantity
-    return places
-
-
-def label_panel(ax, place, places, x):
-    """Label axes where the panels beside and below do not say the same."""
-    row, column = place
-    setting, quantity = places[place]
-    if (row + 1, column) not in places:
-        ax.set_xlabel(LABELS[x])
-    if column == 0 or places[row, column - 1][1] != quantity:
-        ax.set_ylabel(LABELS.get(quantity, quantity.replace("_", " ")))
-    if row == 0 or places[row - 1, column][0] != setting:
-        ax.set_title(setting, fontsize=8)
+def label_of(name):
+    return LABELS.get(name, name.replace("_", " "))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,137 +175,67 @@ def label_panel(ax, place, places, x):
 # --------------------------------------------------------------------------------------------------
 
 
-class PointLine(typing.NamedTuple):
-    label: str
-    points: list  # [(value of x, group), ...]
-
-
 def draw_points(plt, picture):
-    lines = lines_over(picture)
-    ticks = Ticks.of(picture, lines)
+    """Return a figure with a panel a quantity: the last round's, a line for runs alike but in x."""
     figure, axes = make_axes(plt, 1, len(picture.quantities))
+    lines = lines_over(picture)
+    xs = [x for _, points in lines for x, _ in points if x is not None]
+    numbers = xs and all(map(is_number, xs))
     for ax, quantity in zip(axes[0], picture.quantities):
-        for i, line in enumerate(lines):
-            turn, colour = divmod(i, len(COLOURS))
-            style = {"label": line.label, "color": COLOURS[colour]}
-            draw_line(ax, measured_points(line, quantity), ticks, style, ["-", ":"][turn % 2])
-        ticks.put_on(ax)
-        add_grid(ax)
-        ax.set_xlabel(LABELS.get(picture.x, f"--{picture.x.replace('_', '-')}"))
-        ax.set_ylabel(LABELS.get(quantity, quantity.replace("_", " ")))
+        for x in [] if numbers else sorted(set(map(str, xs)), key=order):
+            ax.plot([x], [math.nan])  # texts in their order
+        for i, (label, points) in enumerate(lines):
+            found = [(x, values(g, quantity)) for x, g in points]
+            found = [(x if numbers else x and str(x), at[-1][1]) for x, at in found if at]
+            draw_line(ax, found, label, style_of(i))
+        if numbers and min(xs) > 0 and max(xs) >= 50 * min(xs):
+            ax.set_xscale("log")
+        flag = f"--{picture.x.replace('_', '-')}"
+        ax.set(xlabel=LABELS.get(picture.x, flag), ylabel=label_of(quantity))
+    add_legend(figure, picture)
     return figure
 
 
-def measured_points(line, quantity):
-    """Return the line's points of a quantity, [(value, group, mean, deviation)], at the last round.
-
-    A group in which it was not measured has none.
-    """
-    points = []
-    for value, group in line.points:
-        measured = curve(group, "rounds", quantity)
-        if measured.mean:
-            deviation = measured.deviation[-1] if measured.deviation else math.nan
-            points.append((value, group, measured.mean[-1], deviation))
-    return points
-
-
-def draw_line(ax, points, ticks, style, linestyle):
-    """Draw points with bars of their deviation; a method without the flag is a level."""
-    if not points:
-        return
-    values, groups, heights, deviations = zip(*points)
-    if ticks.flag and ticks.flag not in groups[0].flags:
-        ax.axhline(heights[0], linestyle="--", **style)
-        return
-    ax.errorbar(
-        [ticks.position(value) for value in values],
-        heights,
-        deviations,
-        marker="o",
-        markersize=3,
-        capsize=2,
-        linestyle=linestyle,
-        **style,
-    )
-
-
-@dataclasses.dataclass
-class Ticks:
-    """The x axis of points: numbers at their places, or values side by side."""
-
-    flag: str | None  # None: a figure of a round
-    values: list
-    numbers: bool
-
-    @classmethod
-    def of(cls, picture, lines):
-        flag = None if picture.against_figure else picture.x
-        points = [point for line in lines for point in line.points]
-        values = [value for value, group in points if not flag or flag in group.flags]
-        numbers = all(is_number(value) for value in values)
-        in_order = sorted(values, key=order)
-        shown = in_order if numbers else map(as_text, in_order)
-        return cls(flag, list(dict.fromkeys(shown)), numbers)
-
-    @property
-    def log(self):
-        """Whether the axis is logarithmic: positive numbers over a wide range."""
-        if not self.values or not self.numbers:
-            return False
-        return min(self.values) > 0 and max(self.values) >= 50 * min(self.values)
-
-    @property
-    def spaced(self):
-        """Whether values lie at their places; numbers that would overlap stand side by side."""
-        if not self.numbers or self.log or not self.flag:
-            return self.numbers
-        least = 0.05 * (self.values[-1] - self.values[0]) if self.values else 0
-        return all(b - a > least for a, b in itertools.pairwise(self.values))
-
-    def position(self, value):
-        if self.spaced:
-            return value
-        return self.values.index(value if self.numbers else as_text(value))
-
-    def put_on(self, ax):
-        if self.log:
-            ax.set_xscale("log")
-        if self.flag and (len(self.values) <= 12 or not self.spaced):
-            at = self.values if self.spaced else range(len(self.values))
-            ax.set_xticks(at, [f"{v:g}" if self.numbers else v for v in self.values])
-            ax.minorticks_off()
-
-
-def order(value):
-    """Return a key that sorts numbers, and other values behind them, short lists first."""
-    size = value if is_number(value) else len(as_text(value))
-    return not is_number(value), size, as_text(value)
+def draw_line(ax, points, label, style):
+    """Draw points, [(x, Mean)], with bars of their deviation; a method without x is a level."""
+    for x, mean in points:
+        if x is None:
+            ax.axhline(mean.mean, label=label, **style | {"linestyle": "--"})
+    points = [(x, mean) for x, mean in points if x is not None]
+    if points:
+        at, heights = zip(*((x, mean.mean) for x, mean in points))
+        bars = [mean.std or 0.0 for _, mean in points]
+        ax.errorbar(at, heights, bars, label=label, marker="o", markersize=3, capsize=2, **style)
 
 
 def lines_over(picture):
-    """Return the Lines drawn against x.
+    """Return what is drawn against x, [(label, [(value of x, group), ...]), ...].
 
-    A line holds the groups of a method that differ in x alone, in order of x; where x is a figure
-    of a round, in their effort. Groups left alone are one line if they differ in their effort
-    besides, as of epochs and rounds whose product is fixed. A method without the flag, as fedavg.py
-    without lam, is a level: its value is x itself.
+    A line holds the groups of a method that differ in x alone or, where x is a figure of a round,
+    in their effort. Groups left alone are one line if they differ in their effort besides, as of
+    epochs and rounds whose product is fixed. The value is None for a method without the flag.
     """
-    moving = EFFORT if picture.against_figure else {picture.x}
-    strict = {}
+    moving = EFFORT if picture.x in FIGURES else {picture.x}
+    strict, joined, lines = {}, {}, []
     for group in picture.groups:
+        machine = group.hardware if picture.x in FIGURES else ""
         for method in methods_of(group, picture.names):
-            key = method, other_flags(group, moving, picture)
+            key = method, machine, group.runs[0].key(*moving)
             strict.setdefault(key, []).append(group)
-    lines = {}
-    for (method, flags), groups in strict.items():
-        if len(groups) == 1:
-            flags = other_flags(groups[0], {picture.x} | EFFORT, picture)
-        lines.setdefault((method, flags), []).extend(groups)
-    return [
-        PointLine(line_label(method, groups, lines, picture), line_points(groups, picture))
-        for (method, _), groups in lines.items()
-    ]
+    for (method, machine, key), groups in strict.items():
+        key = groups[0].runs[0].key(picture.x, *EFFORT) if len(groups) == 1 else key
+        joined.setdefault((method, machine, key), []).extend(groups)
+    for (method, machine, _), groups in joined.items():
+        same = sum((other for (name, *_), other in joined.items() if name == method), [])
+        silent = {*moving, *MACHINE_FLAGS, "seed", "data_dir"}
+        differing = differing_flags([f for f in groups[0].flags if f not in silent], same)
+        flags = {f: dict.fromkeys(as_text(g.flags.get(f)) for g in groups) for f in differing}
+        parts = [f"{flag} {' '.join(texts)}" for flag, texts in flags.items()]
+        parts = parts[:3] + ["..."] * (len(parts) > 3) + code_labels(groups[0], same)
+        parts = [machine] * (len({key[1] for key in joined}) > 1) + parts
+        points = [(value_of(group, picture.x), group) for group in groups]
+        lines.append((", ".join([method, *parts]), sorted(points, key=lambda p: order(p[0]))))
+    return lines
 
 
 def methods_of(group, names):
@@ -401,40 +244,14 @@ def methods_of(group, names):
     return list(dict.fromkeys(method for _, method in labels))
 
 
-def other_flags(group, without, picture):
-    """Return the flags, as text, that groups on one line share."""
-    flags = {k: v for k, v in decisive_flags(group.flags).items() if k not in without}
-    hardware = hardware_of(group) if picture.against_figure else ""
-    return json.dumps([flags, hardware, group.code], sort_keys=True)
+def value_of(group, x):
+    """Return where a group lies on the axis x: a number, a text, or None without that flag."""
+    if x in FIGURES:
+        return means(group)[x].mean
+    value = group.flags.get(x)
+    return value if is_number(value) or x not in group.flags else as_text(value)
 
 
-def line_points(groups, picture):
-    """Return [(value of x, group)] in order of the values."""
-    points = []
-    for group in groups:
-        if picture.against_figure:
-            value = means(group)[picture.x].mean
-        else:
-            value = group.flags.get(picture.x, picture.x)
-        points.append((value, group))
-    return sorted(points, key=lambda point: order(point[0]))
-
-
-def line_label(method, groups, lines, picture):
-    """Return the method and up to three flags in which its lines differ.
-
-    lines: {(method, other flags): groups} of all lines.
-    """
-    same_method = [g for (other, _), line in lines.items() if other == method for g in line]
-    silent = {picture.x, "seed", "data_dir", *MACHINE_FLAGS}
-    if picture.against_figure:
-        silent |= EFFORT
-    flags = [flag for flag in groups[0].flags if flag not in silent]
-    parts = []
-    if picture.against_figure and len({hardware_of(group) for group in same_method}) > 1:
-        parts.append(hardware_of(groups[0]))
-    for flag in differing_flags(flags, same_method):
-        values = dict.fromkeys(as_text(group.flags.get(flag)) for group in groups)
-        parts.append(f"{flag} {' '.join(values)}")
-    more = ["..."] if len(parts) > 3 else []
-    return ", ".join([method, *parts[:3], *more, *code_labels(groups[0], same_method)])
+def order(value):
+    """Return a key that sorts numbers, and texts after them, short ones first."""
+    return (0, value, "") if is_number(value) else (1, len(value or ""), value or "")

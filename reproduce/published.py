@@ -1,50 +1,88 @@
 """The numbers of published.csv, and the runs whose flags are those of their cells."""
 
-import dataclasses
+import functools
 import itertools
-import shlex
+import json
 
 from analysis.runs import read_result
-from reproduce.cells import Cell, all_cells, parsed_flags, read_published
+from reproduce.cells import all_cells, parsed_flags, read_published
 from reproduce.figures import Mean, means, show_figure
-from reproduce.runs import as_text, baseline, comparable, decisive_flags, hardware_of
+from reproduce.runs import baseline, comparable, decisive_flags
 
 HESSIAN = ("lambda_max", "H_T", "H_N", "H_D")
 
 
-# --------------------------------------------------------------------------------------------------
-# Which cells a run is of
-# --------------------------------------------------------------------------------------------------
+@functools.cache
+def cells_by_flags():
+    """Return {(script, flags that decide): [cell, ...]} of all cells."""
+    found = {}
+    for cell in itertools.chain(*all_cells().values()):
+        flags = json.dumps(decisive_flags(parsed_flags(cell.command)), sort_keys=True)
+        found.setdefault((cell.script, flags), []).append(cell)
+    return found
 
 
 def matching_cells(group):
-    """Yield the cells that have this group's flags, those left at their defaults too."""
+    """Return the cells that have this group's flags, those left at their defaults too."""
     # of the first partition, where there are several
-    first = min(group.runs, key=lambda run: run.flags.get("data_seed") or 0).flags
-    flags = decisive_flags(first)
-    for cell in itertools.chain(*all_cells().values()):
-        if cell.script == group.script and may_match(cell, first):
-            asked = decisive_flags(parsed_flags(cell.command))
-            if all(flags.get(flag, value) == value for flag, value in asked.items()):
-                yield cell
+    flags = decisive_flags(group.flags | {"data_seed": group.data_seeds[0]})
+    return cells_by_flags().get((group.script, json.dumps(flags, sort_keys=True)), [])
 
 
-def may_match(cell, flags):
-    """Whether flags agree with the words of a cell's command: a quick look before it is parsed."""
-    for word, value in itertools.pairwise(shlex.split(cell.command)[1:]):
-        compared = word.startswith("--") and not value.startswith("--")
-        if compared and word not in ("--vectors", "--augment"):
-            if not same_value(value, flags.get(word[2:].replace("-", "_"))):
-                return False
-    return True
+def published_lines(groups, wanted=None):
+    """Return the lines of the table of published numbers that groups have measured, dicts.
+
+    wanted: {(paper, table), ...}; all if there are none. A number of several tables is one line.
+    """
+    published, entries, lines = read_published(), {}, {}
+    for group in groups:
+        for cell in matching_cells(group):
+            if cell.key in published and (not wanted or cell[:2] in wanted):
+                entries.setdefault(cell.key, (cell, []))[1].append(group)
+    for key, (cell, own) in entries.items():
+        for metric, (value, std) in published[key].items():
+            for found in measure(cell, metric, own, groups):
+                line = line_of(cell, {"published": value, "published_std": std, **found}, own)
+                same = json.dumps(line | {"table": ""})
+                first = lines.setdefault(same, line)
+                first["table"] += f",{cell.table}" * (first is not line)
+    return list(lines.values())
 
 
-def same_value(word, value):
-    """Whether a word of a command line says the value of a flag."""
-    try:
-        return float(word) == float(value)
-    except (TypeError, ValueError):
-        return word == as_text(value)
+def line_of(cell, found, groups):
+    """Return a line: what measure() has found of a cell's number, what it is of, the difference.
+
+    Numbers that do not compare, as of runs that were cut, have no difference.
+    """
+    value, published = found.pop("value"), found["published"]
+    whole = found.pop("whole", True) and all(group.complete for group in groups)
+    censored = published.endswith("+") or published == "NA" or value is None
+    compares = whole and not censored and not found["figure"].startswith("delta")
+    return {
+        "paper": cell.paper,
+        "table": cell.table,
+        "setting": f"{cell.dataset} {cell.model} {cell.setting}",
+        "method": cell.method,
+        **found,
+        "measured": value,
+        "difference": f"{value - float(published):+.2f}" if compares else "",
+        "hardware": " and ".join(dict.fromkeys(group.hardware for group in groups)),
+        "caveat": cell.caveat,
+    }
+
+
+def shown(line):
+    """Return a line of published_lines() for the eye."""
+    deviation = f" +- {line['published_std']}" if line["published_std"] else ""
+    cells = {name: line[name] for name in ("setting", "method", "figure", "n")}
+    return {
+        "paper": f"{line['paper']} {line['table'].replace(',', ', ')}",
+        **cells,
+        "measured": line["text"],
+        "published": line["published"] + deviation,
+        "difference": line["difference"],
+        "hardware": line["hardware"],
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -52,146 +90,83 @@ def same_value(word, value):
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Entry:
-    """A row of published.csv, and the groups of runs that measured it.
+def measure(cell, metric, own, groups):
+    """Return what own, groups of a cell's flags, measured of a published metric, as dicts.
 
-    There are several groups where the published number is a mean over cells (FedMLB's Table 6).
+    figure: its name; value, text, n; whole: whether all of its cells are there; published, where it
+    is not published.csv's own. groups: all that are shown, among them FedAvg's.
     """
-
-    key: tuple  # of its cells
-    groups: list
-
-    @property
-    def cells(self):
-        """How many cells the published number is of."""
-        return sum(cell.key == self.key for cell in all_cells()[self.key[:2]])
-
-    @property
-    def caveat(self):
-        """In what the published number is, or may be, another than ours: a sentence or nothing."""
-        return next(cell.caveat for cell in all_cells()[self.key[:2]] if cell.key == self.key)
-
-    @property
-    def complete(self):
-        return all(group.complete for group in self.groups)
-
-
-@dataclasses.dataclass
-class Measured:
-    """What was measured of a published metric."""
-
-    figure: str  # the name it is shown by
-    value: float | None
-    text: str
-    n: str
-    partial: bool = False  # of some of the entry's cells alone
-    published: tuple | None = None  # value and deviation, where they are not published.csv's own
-
-    def identity(self):
-        return self.figure, self.value, self.text, self.n, self.published
-
-
-def measure(entry, metric, groups, published):
-    """Return what was measured of an entry's metric, [Measured, ...], nothing if it was not.
-
-    groups: all that are shown, among them FedAvg's; published: of read_published().
-    """
-    if metric == "acc" and Cell(*entry.key).paper == "rFedAvg":
-        return [last_five(entry)]
+    if metric == "acc" and cell.paper == "rFedAvg":
+        found = column(cell, own, "mean of last five +- over rounds", "last five")
+        if found["value"] is not None:
+            deviation = means(own[0])["their deviation"].mean
+            found["text"] = f"{found['value']:.2f} +- {deviation:.2f}"
+        return [found]
     if metric == "acc":
-        return [column(entry, "acc, last", "last"), column(entry, "acc, best", "best")]
+        return [column(cell, own, f"acc, {name}", name) for name in ("last", "best")]
     if metric.startswith("acc@"):  # as in acc@500R
         number = int(metric[4:-1])
-        return [column(entry, f"EMA at round {number}", f"EMA@{number}", at=[number])]
+        return [column(cell, own, f"EMA at round {number}", f"EMA@{number}", at=[number])]
     if metric.startswith("rounds_to_"):  # as in rounds_to_47%
         target = float(metric[10:-1])
-        return [column(entry, f"rounds to {target:g}%", f"to {target:g}%", targets=[target])]
+        return [column(cell, own, f"rounds to {target:g}%", f"to {target:g}%", targets=[target])]
     if metric in ("time_s_per_round", "train_time_s"):
-        return relative_seconds(entry, metric, groups, published)
-    if metric == "delta_size_bytes":
-        return [delta_bytes(entry)]
-    if metric in HESSIAN:
-        return hessian_figure(entry, metric)
-    return []  # MACs and parameters, of analysis.cost
+        return relative_seconds(cell, metric, own[0], groups)
+    if metric == "delta_size_bytes":  # with about 760 bytes of serialisation a delta
+        note = "down, of the clients sampled" if cell.setting == "cross-device" else "down"
+        figure = f"delta bytes, down and up (published: {note})"
+        return [column(cell, own, figure, "delta bytes")]
+    mean = Mean.of([hessian_of(run).get(metric) for run in own[0].runs])
+    if metric in HESSIAN and mean.n:
+        return [{"figure": metric, "value": mean.mean, "text": mean.show(), "n": str(mean.n)}]
+    return []  # MACs and parameters are analysis.cost's
 
 
-def column(entry, figure, name, **asked):
-    """Return a column of the main table as Measured; asked: at or targets of means()."""
-    each = [means(group, **asked).get(name) for group in entry.groups]
-    first = entry.groups[0]
-    if any(mean is None for mean in each):
-        return Measured(figure, None, "-", first.count())
-    if entry.cells > 1:
-        return mean_over_cells(entry, figure, each)
-    # no mean of rounds of which some are censored
-    value = None if each[0].missed else each[0].mean
-    return Measured(figure, value, show_figure(name, each[0], first), first.count())
+def column(cell, own, figure, name, **asked):
+    """Return a column of the main table; asked: at or targets of means().
 
-
-def mean_over_cells(entry, figure, each):
-    """Return the mean of the groups' Means, which is the published one once all cells are there."""
+    There are several groups where the published number is a mean over cells, FedMLB's Table 6.
+    """
+    each, n = [means(group, **asked).get(name) for group in own], own[0].count()
+    cells = sum(other.key == cell.key for other in all_cells()[cell[:2]])
+    if None in each:
+        return {"figure": figure, "value": None, "text": "-", "n": n}
+    if cells == 1:  # there is no mean of rounds of which some are censored
+        value = None if each[0].missed else each[0].mean
+        return {
+            "figure": figure,
+            "value": value,
+            "text": show_figure(name, each[0], own[0]),
+            "n": n,
+        }
     over = Mean.of([mean.mean for mean in each])
-    seeds = ", ".join(sorted({group.count() for group in entry.groups}))
-    n = f"{entry.cells} subsets of n = {seeds}"
-    if over.n < entry.cells:
-        return Measured(figure, over.mean, over.show(), f"{over.n} of {n}", partial=True)
-    return Measured(figure, over.mean, over.show(), n)
+    n = f"{cells} subsets of n = {', '.join(sorted({group.count() for group in own}))}"
+    n = f"{over.n} of {n}" if over.n < cells else n
+    found = {"figure": figure, "value": over.mean, "text": over.show(), "n": n}
+    return found | {"whole": over.n == cells}
 
 
-def last_five(entry):
-    """Return rFedAvg's figure: the mean of the last five rounds, and their deviation."""
-    measured = column(entry, "mean of last five +- over rounds", "last five")
-    if measured.value is not None:
-        deviation = means(entry.groups[0])["their deviation"].mean
-        measured.text = f"{measured.value:.2f} +- {deviation:.2f}"
-    return measured
-
-
-def relative_seconds(entry, metric, groups, published):
+def relative_seconds(cell, metric, group, groups):
     """Return seconds as a ratio to FedAvg's, since the hardware is another.
 
     FedCKA's Tables 3 and 4 give the time of local training.
     """
-    group = entry.groups[0]
-    base = baseline(group, groups)
-    plain = published_fedavg(entry.key, metric, published)
-    if plain is None or base is None or base is group or not comparable(base, group):
+    published, base = read_published(), baseline(group, groups)
+    plain = [published.get((*cell.key[:5], m), {}) for m in ("FedAvg", "None(FedAvg)")]
+    plain = [float(numbers[metric][0]) for numbers in plain if metric in numbers]
+    if not plain or base in (None, group) or not comparable(base, group):
         return []
-    training = metric == "train_time_s"
-    name = "train s/round" if training else "s/round"
+    kind = "training " if metric == "train_time_s" else ""
+    name = "train s/round" if kind else "s/round"
     ratio = means(group)[name].mean / means(base)[name].mean
-    figure = "training seconds x FedAvg" if training else "seconds x FedAvg"
-    theirs = float(published[entry.key][metric][0]) / plain
-    return [Measured(figure, ratio, f"{ratio:.2f}", group.count(), published=(f"{theirs:.2f}", ""))]
+    theirs = float(published[cell.key][metric][0]) / plain[0]
+    found = {"figure": f"{kind}seconds x FedAvg", "value": ratio, "text": f"{ratio:.2f}"}
+    found["n"] = group.count()
+    return [{**found, "published": f"{theirs:.2f}", "published_std": ""}]
 
 
-def published_fedavg(key, metric, published):
-    """Return the published metric of FedAvg in the setting of key; None without one."""
-    for method in ("FedAvg", "None(FedAvg)"):
-        numbers = published.get((*key[:5], method), {})
-        if metric in numbers:
-            return float(numbers[metric][0])
-    return None
-
-
-def delta_bytes(entry):
-    """Return the size of rFedAvg's deltas.
-
-    The published one is what a client receives, with about 760 bytes of serialisation a delta.
-    """
-    note = "down, of the clients sampled" if Cell(*entry.key).setting == "cross-device" else "down"
-    return column(entry, f"delta bytes, down and up (published: {note})", "delta bytes")
-
-
-def hessian_figure(entry, metric):
-    """Return what hessian_eval.py has measured of a metric, [Measured] or []."""
-    mean = Mean.of([read_hessian(run).get(metric) for run in entry.groups[0].runs])
-    return [Measured(metric, mean.mean, mean.show(), str(mean.n))] if mean.n else []
-
-
-def read_hessian(run):
-    """Return what hessian_eval.py has left of a RunRecord's last round, {metric: number}.
+def hessian_of(run):
+    """Return what hessian_eval.py has left of a Run's last round, {metric: number}.
 
     H_N and H_D are there in the reading behind FedAlign's Table 1 alone.
     """
@@ -202,84 +177,3 @@ def read_hessian(run):
     if result["settings"]["diagonal"] == "tensor":
         numbers |= {name: result.get(name) for name in ("H_N", "H_D")}
     return numbers
-
-
-# --------------------------------------------------------------------------------------------------
-# The table
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class PublishedLine:
-    """A measured figure beside a published number, which may stand in several tables."""
-
-    entry: Entry
-    measured: Measured
-    value: str  # the published one, as printed
-    std: str
-    tables: list
-
-    @property
-    def difference(self):
-        """Measured minus published as text, empty where the two do not compare."""
-        value = self.measured.value
-        censored = self.value.endswith("+") or self.value == "NA" or value is None
-        partial = self.measured.partial or not self.entry.complete
-        if censored or partial or self.measured.figure.startswith("delta"):
-            return ""
-        return f"{value - float(self.value):+.2f}"
-
-    def shown(self):
-        """Return the line for the eye."""
-        key = Cell(*self.entry.key)
-        return {
-            "paper": f"{key.paper} {', '.join(self.tables)}",
-            "setting": f"{key.dataset} {key.model} {key.setting}",
-            "method": key.method,
-            "figure": self.measured.figure,
-            "n": self.measured.n,
-            "measured": self.measured.text,
-            "published": self.value + (f" +- {self.std}" if self.std else ""),
-            "difference": self.difference,
-            "hardware": hardware_of(*self.entry.groups),
-        }
-
-    def tidy(self):
-        """Return the line for the CSV."""
-        return {
-            **self.shown(),
-            "paper": Cell(*self.entry.key).paper,
-            "table": ",".join(self.tables),
-            "measured": self.measured.value,
-            "published": self.value,
-            "published_std": self.std,
-            "caveat": self.entry.caveat,
-        }
-
-
-def published_lines(groups, wanted=None):
-    """Return the PublishedLines of the groups that measured a published number.
-
-    wanted: {(paper, table), ...}; all if there are none.
-    """
-    published = read_published()
-    merged = {}
-    for entry in entries_of(groups, wanted, published):
-        for metric, number in published[entry.key].items():
-            for measured in measure(entry, metric, groups, published):
-                value, std = measured.published or number
-                key = entry.key[0], *entry.key[2:], *measured.identity(), value, std
-                line = merged.setdefault(key, PublishedLine(entry, measured, value, std, []))
-                line.tables.append(Cell(*entry.key).table)
-    return list(merged.values())
-
-
-def entries_of(groups, wanted, published):
-    """Return the Entries of published.csv that groups have measured."""
-    entries = {}
-    for group in groups:
-        for cell in matching_cells(group):
-            key = cell.key
-            if key in published and (not wanted or key[:2] in wanted):
-                entries.setdefault(key, Entry(key, [])).groups.append(group)
-    return list(entries.values())

@@ -17,21 +17,23 @@ def test_curves_by_hand(tmp_path):
     a = make_run(tmp_path / "a", accuracies=(10, None, 30, 40))
     b = make_run(tmp_path / "b", seed=1, accuracies=(20, None, 30, 60))
     (group,) = make_groups(a, b)
-    at, mean, deviation = curve(group, "rounds", "accuracy")
-    assert (at, mean) == ([1, 3, 4], [15, 30, 50])
-    assert deviation == [pytest.approx(50**0.5), 0, pytest.approx(200**0.5)]
-    assert curve(group, "seconds", "accuracy").at == [1, 6, 10]
-    assert curve(group, "bytes", "accuracy").at == pytest.approx([1e-6, 6e-6, 10e-6])
-    assert curve(group, "rounds", "train_loss").mean == pytest.approx([2, 1, 2 / 3, 0.5])
+    points = curve(group, "rounds", "test_acc")
+    assert [(at, mean.mean) for at, mean in points] == [(1, 15), (3, 30), (4, 50)]
+    assert [mean.std for _, mean in points] == [pytest.approx(50**0.5), 0, pytest.approx(200**0.5)]
+    assert [at for at, _ in curve(group, "seconds", "test_acc")] == [1, 6, 10]
+    kilobytes = [1e6 * at for at, _ in curve(group, "bytes", "test_acc")]
+    assert kilobytes == pytest.approx([1, 6, 10])
+    losses = [mean.mean for _, mean in curve(group, "rounds", "train_loss")]
+    assert losses == pytest.approx([2, 1, 2 / 3, 0.5])
     (single,) = make_groups(a)
-    assert curve(single, "rounds", "ema").deviation is None
+    assert {mean.std for _, mean in curve(single, "rounds", "acc_ema")} == {None}
 
 
 def test_matplotlib_may_be_missing(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path / "a")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_compare(capsys, run, "--plot", tmp_path / "x.png")
-    assert result[0] == 2 and "needs matplotlib" in result[2] and result[2].count("\n") == 1
+    assert result[0] == 2 and "need matplotlib" in result[2] and result[2].count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ MLB = "fedprox.py --dataset glyphs --epochs"
         (  # in order of the flag; a method without the flag is a level
             "mu",
             ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
-            [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [("mu", 2)])],
+            [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [(None, 2)])],
         ),
         (  # a line for each value of the others
             "mu",
@@ -104,7 +106,7 @@ MLB = "fedprox.py --dataset glyphs --epochs"
         (
             "pathways",
             [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
-            [("fedmlb", [([1], 2), ([2, 3], 1), ([1, 2, 3], 3)])],
+            [("fedmlb", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
         ),
         (
             "s/round",
@@ -116,18 +118,17 @@ MLB = "fedprox.py --dataset glyphs --epochs"
 def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
     groups = groups_of(tmp_path, *commands)
     got = []
-    for line in lines_over(Picture(groups, None, x, [])):
-        points = [(value, groups.index(group) + 1) for value, group in line.points]
-        got.append((line.label, points))
+    for label, points in lines_over(Picture(groups, None, x, [])):
+        got.append((label, [(value, groups.index(group) + 1) for value, group in points]))
     assert got == lines
 
 
 def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
     groups = groups_of(tmp_path, f"{MLB} 5", f"{MLB} 1")
     for run in groups[1].runs:
-        run.hardware = "NVIDIA H200"
+        run.config["device"] = "NVIDIA H200"
     lines = lines_over(Picture(groups, None, "s/round", []))
-    assert [(line.label, len(line.points)) for line in lines] == [
+    assert [(label, len(points)) for label, points in lines] == [
         ("fedprox, x86_64, 2 cores", 1),
         ("fedprox, NVIDIA H200", 1),
     ]
@@ -154,7 +155,7 @@ def test_pictures_against_a_flag(tmp_path, capsys, drawn):
     (level,) = (line for line in ax.get_lines() if line.get_label() == "fedavg")
     assert list(level.get_ydata()) == [32, 32]
     assert ax.get_xscale() == "log"
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("--lam", "Test accuracy (%)")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("--lam", "test accuracy (%)")
 
 
 @pytest.mark.parametrize("name", ["layers", "seed", "workers", "split-file"])
@@ -162,9 +163,9 @@ def test_x_is_a_flag_that_decides(tmp_path, capsys, name):
     """No flag of these scripts, no setting, and one that no run has a value of."""
     pytest.importorskip("matplotlib")
     run = make_run(tmp_path / "a")
-    result = run_compare(capsys, run, "--plot", tmp_path / "y.png", "--x", name)
+    code, _, err = run_compare(capsys, run, "--plot", tmp_path / "y.png", "--x", name)
     flag = name.replace("-", "_")
-    assert is_refused(result, f"argument --x: {flag} is no flag that decides these runs")
+    assert code == 2 and f"argument --x: {flag} is no flag that decides these runs" in err
     assert not (tmp_path / "y.png").exists()
 
 
@@ -177,13 +178,6 @@ def test_words_on_the_axis(tmp_path, capsys, drawn):
     groups = groups_of(tmp_path, "fedmlb.py --pathways 1,2", "fedmlb.py")
     run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "p.png", "--x", "pathways")
     assert tick_labels(drawn[-1]) == ["1,2", "default"]
-
-
-def test_numbers_too_close_to_tell_apart_lie_side_by_side(tmp_path, capsys, drawn):
-    groups = groups_of(tmp_path, *(f"fedprox.py --mu {mu}" for mu in (0, 1, 50)))
-    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "q.png", "--x", "mu")
-    assert tick_labels(drawn[-1]) == ["0", "1", "50"]
-    assert drawn[-1].axes[0].containers[0].lines[0].get_xdata().tolist() == [0, 1, 2]
 
 
 def test_runs_that_were_cut_are_no_points(tmp_path, capsys):

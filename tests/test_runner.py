@@ -1,6 +1,7 @@
 """Running the runs of a table: limits, interrupts, resuming, and what is said of failures."""
 
 import importlib
+import io
 import os
 import shlex
 import signal
@@ -10,9 +11,11 @@ import time
 
 from conftest import TINY
 from makers import GLYPHS, PLAIN, ROOT, make_images, make_run, read_rows
+from tqdm import tqdm
 
 from reproduce.cells import Cell
-from reproduce.runner import Outcome, child_command, run_all, run_child
+from reproduce import runner
+from reproduce.runner import Outcome, run_all, run_child
 from reproduce.runs import read_run
 
 ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -21,12 +24,15 @@ ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 class Child:
     """In place of subprocess.Popen: a run that ends only when it gets a signal."""
 
-    stderr = None
+    returncode = None
     started = []
     signals = []
 
-    def __init__(self, line, stderr):
+    def __init__(self, line):
         self.started.append(line)
+
+    def poll(self):
+        return 130 if self.signals else None
 
     def wait(self, timeout=None):
         if not self.signals:
@@ -41,46 +47,61 @@ def test_limit_interrupts_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Child, "started", [])
     monkeypatch.setattr(Child, "signals", [])
     monkeypatch.setattr(subprocess, "Popen", Child)
-    commands = {
-        make_run(tmp_path / "done"): PLAIN,
-        tmp_path / "b": "fedavg.py --lr 1",
-        tmp_path / "c": "fedavg.py --lr 2",
-    }
+    places = make_run(tmp_path / "done"), tmp_path / "b", tmp_path / "c"
+    commands = dict(zip(places, (PLAIN, "fedavg.py --lr 1", "fedavg.py --lr 2")))
+    states = dict(zip(places, ("finished", "missing", "missing")))
     stopped = Outcome(finished=1, failed={}, stopped=True)
-    assert run_all(commands, time.monotonic() + 60) == stopped
+    assert run_all(commands, states, time.monotonic() + 0.1) == stopped
     assert Child.signals == [signal.SIGINT]
     (line,) = Child.started
-    assert line[2:] == ["--lr", "1", "--out", str(tmp_path / "b")]
-    assert run_all(commands, time.monotonic() - 1) == stopped and len(Child.started) == 1
+    script = [sys.executable, str(ROOT / "fedavg.py")]
+    assert line == [*script, "--lr", "1", "--out", str(tmp_path / "b")]
+    assert run_all(commands, states, time.monotonic() - 1) == stopped and len(Child.started) == 1
 
 
-def test_commands_of_scripts_and_modules():
-    """A script is that of the project's root, wherever one is; -m takes the module's name."""
-    script = child_command(["fedavg.py", "--lr", "1"])
-    assert script == [sys.executable, str(ROOT / "fedavg.py"), "--lr", "1"]
-    line = ["-m", "analysis.cost", "moon.py", "--lr", "1"]
-    assert child_command(line) == [sys.executable, *line]
+def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
+    """What is there of finished and begun runs, and what comes; the runs are quiet."""
+    bars, lines = [], []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    def run_child(line, deadline, tick):
+        lines.append(line)
+        tick()
+        make_run(tmp_path / "b", "fedavg.py --rounds 3", accuracies=(1, 2))
+        tick()
+        return 0
+
+    monkeypatch.setattr(runner, "tqdm", Bar)
+    monkeypatch.setattr(runner, "run_child", run_child)
+    places = make_run(tmp_path / "a"), tmp_path / "b"
+    commands = dict(zip(places, (PLAIN, "fedavg.py --rounds 3")))
+    run_all(commands, dict(zip(places, ("finished", "missing"))))
+    assert (bars[0].total, bars[0].initial, bars[0].n) == (4 + 3, 4, 6)
+    assert lines[0][-1] == "--quiet"
 
 
 def test_a_module_is_run(tmp_path, capfd):
     """as the analyses are; this one is Python's own."""
     (tmp_path / "a.json").write_text("[1]")
-    assert run_child(["-m", "json.tool", "--compact", str(tmp_path / "a.json")]) == (0, "")
+    assert run_child(["-m", "json.tool", "--compact", str(tmp_path / "a.json")]) == 0
     assert capfd.readouterr().out == "[1]\n"
 
 
-def test_the_reason_of_a_failure_is_its_last_line(tmp_path, capsys):
+def test_a_failure_says_why_itself(tmp_path, capfd):
     flags = [*shlex.split(GLYPHS), "--dataset", "folder", "--data-dir", str(tmp_path / "no")]
-    code, why = run_child(["fedavg.py", *flags])
-    assert code == 2 and why.startswith("fedavg.py: error: --data-dir")
-    assert capsys.readouterr().err == why + "\n"
+    assert run_child(["fedavg.py", *flags]) == 2
+    assert capfd.readouterr().err.startswith("fedavg.py: error: --data-dir")
 
 
 def test_exit_codes_of_an_outcome():
     """2 for a user's mistake, 1 for another failure, 0 without one, stopped or not."""
     assert Outcome(finished=1, stopped=True).exit_code == 0
-    assert Outcome(failed={"a": (1, ""), "b": (134, "")}).exit_code == 1
-    assert Outcome(failed={"a": (1, ""), "b": (2, "")}).exit_code == 2
+    assert Outcome(failed={"a": 1, "b": 134}).exit_code == 1
+    assert Outcome(failed={"a": 1, "b": 2}).exit_code == 2
 
 
 def result_rows(folder):
