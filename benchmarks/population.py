@@ -111,7 +111,7 @@ def measure(script, clients, rounds, flags):
         out = pathlib.Path(folder, "run")
         words = [*flags, "--out", str(out), "--rounds", str(rounds)]
         rows, start, checkpoints = in_process(run, script, clients, words)
-        files = [out / "checkpoint.pt", *(out / "states").iterdir()]
+        files = [out / "checkpoint.pt", *(out / "states").glob("*")]
         size = sum(path.stat().st_size for path in files)
         words[-1] = str(rounds + 1)
         _, resume, _ = in_process(run, script, clients, [*words, "--resume"])
