@@ -218,7 +218,6 @@ def shared_setting(groups):
         idle.add("data_dir")
     if not str(flags["partition"]).startswith("dirichlet"):
         idle.add("alpha")
-    if flags["partition"] != "similarity":
-        idle.add("similarity")
+    idle |= {"similarity", "labels"} - {flags["partition"]}
     shared = {flag: flags.get(flag) for flag in SETTING_FLAGS if flag not in idle}
     return ", ".join(f"{k} {as_text(v)}" for k, v in shared.items() if v is not None)
