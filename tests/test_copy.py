@@ -26,7 +26,7 @@ for line in sys.stdin.read().splitlines():
     assert len(rows) == 1
     row = rows[0]
     assert row["train_loss"] > 0 and row["bytes_up"] > 0 and row["val_acc"] is not None, row
-    assert ("bytes_delta" in row) == name.startswith("rfedavg"), row
+    assert ("bytes_delta" in row) == (name in ("rfedavg", "rfedavg_code")), row
     strangers = [
         key for key, m in sys.modules.items()
         if (getattr(m, "__file__", None) or "").startswith(str(pathlib.Path(folder).parent))

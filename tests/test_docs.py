@@ -116,8 +116,6 @@ def check_parses(words, tmp_path, monkeypatch):
         main = importlib.import_module(module).main
     else:
         path, flags = pathlib.Path(words[0]), words[1:]
-        if path.name == "plain.py":
-            path, flags = pathlib.Path(f"{flags[0]}.py"), flags[1:]
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         module = load_module(next(p for p in (tmp_path / path, ROOT / path) if p.exists()))
         main = module.main
@@ -167,7 +165,7 @@ def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong = [
         "fedprox.py --nu 1",
-        "plain.py fedprox --nu 1",
+        "fedprox.py --plain --nu 1",
         "hessian_eval.py runs/a --nu 1",
         "-m analysis.similarity runs/a --nu 1",
         "-m reproduce fedalign 99",
@@ -198,7 +196,7 @@ def runnable(block):
     """Return the commands of an unmarked sh block that a test can run in seconds."""
     if block.language != "sh" or block.mark:
         return []
-    names = {"plain.py", *(f"{name}.py" for name in METHODS)}
+    names = {f"{name}.py" for name in METHODS}
     names |= set(re.findall(r"^(?:#|\+\+\+) (\w+\.py)$", block.page.read_text(), re.M))
     partition = ["-m", "analysis.partition"]
     return [words for words in commands(block) if words[0] in names or words[:2] == partition]
