@@ -352,8 +352,7 @@ class RunFolder:
     def __init__(self, args, code=None):
         """Take args of a run and code_of() its method. Nothing is read or written yet."""
         self.args, self.out, self.code = args, pathlib.Path(args.out), code or {}
-        self.config, self.digests = None, None  # config.json; of the data
-        self.workers = None  # (count, threads of each) of a resumed run
+        self.config, self.digests, self.workers = None, None, None  # of a resumed run
         self.rows, self.written = [], 0  # how many of them this process has in metrics.jsonl
         self.best, self.published = None, None  # weights: the best so far, and those in best.pt
         self.states = States(self.out / "states")
@@ -435,6 +434,7 @@ class RunFolder:
             "flags": flags,
             "workers": workers,
             "threads": threads,
+            "moved": args.moved,
             "device": hardware(args.device),
             "versions": {"python": platform.python_version(), **VERSIONS},
             "code": self.code,
