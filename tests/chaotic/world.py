@@ -98,7 +98,7 @@ class World:
         outcome = run(*SIGHTS[name], before=Cut(how, at, folder).install)
         lines = [line for line in outcome.err.splitlines() if ": left out, since" not in line]
         outcome = outcome._replace(err="\n".join(lines))  # compare says so of each run
-        paths = sorted((folder / "run").glob("seen*"))
+        paths = sorted(p for p in (folder / "run").glob("seen*") if p.suffix != ".tmp")
         shown = {path.name: RUN_MARK.sub(b"", path.read_bytes()) for path in paths}
         for path in [] if keep else paths:
             path.unlink()
