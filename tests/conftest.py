@@ -41,8 +41,9 @@ def same(a, b):
 
 def plainly(args, local_update, aggregate=None, after_round=None, adapt=None, **more):
     """Train as common.run() does with --plain."""
+    workers = args.workers if args.workers == 1 else "auto"  # by which a worker's threads go
     return common.run(
-        argparse.Namespace(**{**vars(args), "plain": True, "workers": "auto"}),
+        argparse.Namespace(**{**vars(args), "plain": True, "workers": workers}),
         local_update,
         aggregate,
         after_round,

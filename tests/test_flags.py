@@ -192,7 +192,7 @@ def wide(root):
     "make, words",
     [
         (no_folder, ["images", "train"]),
-        (hollow, ["images", "ape"]),
+        (hollow, ["no images found", "train/CLASS"]),
         (odd_size, ["bee/2.png", "7x9", "--image-size"]),
         (cut_file, ["ape/1.png", "not a readable image"]),
         (other_classes, ["bee", "classes"]),

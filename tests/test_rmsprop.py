@@ -49,7 +49,7 @@ def test_rmsprop(persist):
             s = {k: torch.zeros_like(p) for k, p in v.items()}
             b = {k: torch.zeros_like(p) for k, p in v.items()}
         training = worker.train(client, {"round": t}, weights, fedavg.local_update)
-        weights = last(training).weights
+        _, weights = last(training)
         for _ in range(args.epochs):
             reference.load_state_dict(v)
             loss = F.cross_entropy(reference(data.normalise(data.x[:32])), data.y[:32])
