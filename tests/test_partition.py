@@ -104,6 +104,13 @@ def test_labels_partition_refuses(capsys, argv, words):
     refused(capsys, fedavg, [*TINY, "--partition", "labels", *argv.split()], *words)
 
 
+def test_glyphs_may_be_changed():
+    """A caller that sets a field of what it was given changes nobody else's."""
+    before = extras.glyphs.glyphs()
+    before.y = before.y % 7
+    assert extras.glyphs.glyphs().y.max() > 7
+
+
 def test_labels_flag():
     data = extras.glyphs.glyphs()
     data.y = data.y % 7
