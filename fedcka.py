@@ -86,7 +86,9 @@ def local_update(worker, client, server, args):
     net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
     s = linear_cka
     if args.similarity_metric != "linear-cka":
-        s = common.extra("similarities", "--similarity-metric").METRICS[args.similarity_metric]
+        s = common.import_extra("similarities", "--similarity-metric").METRICS[
+            args.similarity_metric
+        ]
 
     def step(x, y):
         out, g, p, l_cka = x, x, x, 0

@@ -51,7 +51,7 @@ def hybrid_logits(net, glob, x, hidden, m, direction):
 
 def aggregate(net, received, server, args):
     """Aggregate as FedDyn does."""
-    common.extra("feddyn", "--dyn-alpha", "").aggregate(net, received, server, args)
+    common.import_extra("feddyn", "--dyn-alpha", "").aggregate(net, received, server, args)
 
 
 def local_update(worker, client, server, args):
@@ -61,7 +61,7 @@ def local_update(worker, client, server, args):
     cuts = [m for i, m in enumerate(all_cuts, 1) if not args.pathways or i in args.pathways]
     divisor = len(all_cuts if args.divisor == "all" else cuts)
     if args.dyn_alpha:
-        feddyn = common.extra("feddyn", "--dyn-alpha", "")
+        feddyn = common.import_extra("feddyn", "--dyn-alpha", "")
         h, w = feddyn.begin(worker, client)
 
     def step(x, y):

@@ -39,15 +39,15 @@ def same_channels(width, channels):
     return next(w for w in widths if kept[w] == kept[width])
 
 
-def draw_shapes(rng, steps, args, channels, resolutions):
+def draw_variants(rng, steps, args, channels, resolutions):
     """Return of each step a tuple of (width, resolution), one a sub-network, the widest first."""
-    shapes = []
+    variants = []
     for _ in range(steps):
         widths = rng.uniform(args.min_width, 1, args.subnets).round(3)
         widths[0] = args.min_width if args.widths == "code" else widths[0]
         widths = sorted((same_channels(float(w), channels) for w in widths), reverse=True)
-        shapes.append(tuple((w, int(rng.choice(resolutions))) for w in widths))
-    return shapes
+        variants.append(tuple((w, int(rng.choice(resolutions))) for w in widths))
+    return variants
 
 
 def resize(x, resolution, back):
@@ -70,19 +70,21 @@ def local_update(worker, client, server, args):
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
         rng, steps = worker.rng("shapes"), len(worker.sizes)
-        worker.shapes = draw_shapes(rng, steps, args, widths_of(net), args.resolutions or eighths)
+        worker.variants = draw_variants(
+            rng, steps, args, widths_of(net), args.resolutions or eighths
+        )
 
     def step(x, y):
-        loss, teacher = worker.part(full, x, y)
-        for width, resolution in worker.shape or ():
-            loss = loss + worker.part(narrow, x, teacher, width, resolution)
-        worker.part(opt.step)
+        loss, teacher = worker.segment(full, x, y)
+        for width, resolution in worker.variant or ():
+            loss = loss + worker.segment(narrow, x, teacher, width, resolution)
+        worker.segment(opt.step)
         return loss
 
     def full(x, y):
         out = net(x)
         loss = F.cross_entropy(out, y)
-        opt.zero_grad(set_to_none=False)  # parts add to gradients where they are
+        opt.zero_grad(set_to_none=False)  # segments add to gradients where they are
         loss.backward()
         return loss, out.softmax(1)
 

@@ -55,7 +55,7 @@ class Batches:
 
     def __init__(self, run, index, args, bar, frozen=False):
         if args.samples and len(index) > args.samples:
-            rng = common.keyed("samples", args.seed)
+            rng = common.seeded_rng("samples", args.seed)
             index = rng.choice(index, args.samples, replace=False)
         self.run, self.index, self.bar = run, np.sort(index), bar
         self.args, self.frozen, self.iterations = args, frozen, 0
@@ -65,7 +65,7 @@ class Batches:
 
     def __iter__(self):
         data, args, index, augment = self.run.data, self.args, self.index, {}
-        rng = common.keyed("authors", args.seed, self.iterations)
+        rng = common.seeded_rng("authors", args.seed, self.iterations)
         if args.authors:
             self.iterations += not self.frozen
             index = rng.permutation(index)[: self.samples]

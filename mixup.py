@@ -30,7 +30,7 @@ def local_update(worker, client, server, args):
     worker.draw("order", lambda rng, steps: rng.random((steps, args.batch_size)))
 
     def step(x, y):
-        b, j = worker.row("beta"), worker.row("order")[: len(x)].argsort()
+        b, j = worker.drawn("beta"), worker.drawn("order")[: len(x)].argsort()
         out = net(b * x + (1 - b) * x[j])
         loss = b * F.cross_entropy(out, y) + (1 - b) * F.cross_entropy(out, y[j])
         opt.zero_grad()

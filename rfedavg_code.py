@@ -35,7 +35,7 @@ import torch.nn.functional as F
 @torch.no_grad()
 def mean_feature(worker, client, server, args):
     """Return delta_k of worker.net, (d,): the mean feature of a random batch, in eval mode."""
-    rng = common.keyed("delta", args.seed, server["round"], client.id)
+    rng = common.seeded_rng("delta", args.seed, server["round"], client.id)
     index = rng.permutation(client.index)[: args.batch_size]
     features = worker.net.eval()[:-1]
     batches = worker.batches(dataclasses.replace(client, index=index))

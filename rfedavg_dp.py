@@ -52,7 +52,7 @@ def synchronise(worker, clients, server, args):
     for client, delta in zip(clients, deltas):
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
-        rng = common.keyed("noise", args.seed, server["round"], client.id)
+        rng = common.seeded_rng("noise", args.seed, server["round"], client.id)
         keep(server, client.id, client.upload(noisy(delta, rng, args)))
 
 

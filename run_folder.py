@@ -399,7 +399,7 @@ class RunFolder:
         self._compare_versions()
         # 0 workers: a GPU's number was never settled
         same = args.workers == flags["workers"]
-        workers = config["workers"] if same else common.plan(args)[0]
+        workers = config["workers"] if same else common.workers_and_threads(args)[0]
         self.workers = workers, config["threads"]  # which decide the result
         args.capture = args.graph and config.get("graph", True)
 

@@ -75,7 +75,7 @@ def local_update(worker, client, server, args):
     worker.draw("kept", lambda rng, steps: (rng.random((steps, len(keep))) < keep).astype("f4"))
 
     def step(x, y):
-        kept = worker.row("kept")
+        kept = worker.drawn("kept")
         torch._foreach_copy_([block.mask for block in blocks], list(kept))
         before = torch.cat(statistics) if statistics else None
         out = net(x)

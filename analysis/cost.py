@@ -128,9 +128,9 @@ class Counter(TorchDispatchMode):
             step = next(method)
 
             def counted_step(x, y):
-                shapes = [None] if worker.shape is None else [(), *((p,) for p in worker.shape)]
+                shapes = [None] if worker.variant is None else [(), *((p,) for p in worker.variant)]
                 for shape in [shape for shape in shapes if shape not in self.costs]:
-                    worker.shape, before = shape, self.totals()
+                    worker.variant, before = shape, self.totals()
                     step(x, y)
                     self.ran = self.ran + self.totals() - before
                     self.costs[shape] = (self.totals() - before) / len(y)

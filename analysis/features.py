@@ -71,7 +71,7 @@ def select_samples(run, client, args):
         raise common.UserError(
             f"argument --classes: client {client} has {len(index)} samples of them; try --of all"
         )
-    rng = common.keyed("features", args.seed)
+    rng = common.seeded_rng("features", args.seed)
     places = rng.choice(len(index), min(args.samples, len(index)), replace=False)
     index = index[np.sort(places)]
     return index, labels[index]

@@ -173,7 +173,7 @@ def conventional(args, data, loaders):
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = False
     net, images = new_net(args, data), Images(data, args.augment != "none")
-    parts = common.partition(data, args)[: common.sampled_clients(args)]
+    parts = common.partition(data, args)[: common.clients_per_round(args)]
     conventional_round(net, images, parts[:1], args, loaders)
     start = time.perf_counter()
     return rate(conventional_round(net, images, parts, args, loaders), start, args.device)

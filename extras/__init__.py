@@ -1,1 +1,1 @@
-"""Data sets and networks that not every run needs; common.extra() loads them when asked for."""
+"""What not every run needs: common.import_extra() loads a file when a flag asks for it."""

@@ -34,7 +34,7 @@ def _glyphs(sizes, seed):
     """Return the data set of glyphs; sizes: (training images, test images)."""
     n = sum(sizes)
     writers = max(2, n // 120)
-    rng = common.keyed("glyphs", seed)
+    rng = common.seeded_rng("glyphs", seed)
     y, writer = rng.integers(62, size=n), rng.integers(writers, size=n)
 
     def style(spread_writers, spread_images):

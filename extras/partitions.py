@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import common
-from common import UserError, indices_by_owner, keyed
+from common import UserError, indices_by_owner, seeded_rng
 
 
 def split(data, args):
@@ -66,7 +66,7 @@ def hold_out(data, args):
         raise UserError("argument --validation: not for images that stay on disk")
     if not 0 < share < n:
         raise UserError(f"argument --validation: would hold out {share} of {n} training samples")
-    order = keyed("validation", args.data_seed).permutation(n)
+    order = seeded_rng("validation", args.data_seed).permutation(n)
     held, kept = np.sort(order[:share]), np.sort(order[share:])
     writers = None if data.writers is None else data.writers[kept]
     fields = {"x_val": data.x[held], "y_val": data.y[held], "writers": writers}
@@ -79,7 +79,7 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
     Each client in turn draws p ~ Dir(alpha) over the classes, then its samples from those that are
     left, without replacement, sample i with weight p[labels[i]]. Such a draw keeps the samples with
     the smallest of independent keys Exp(1) / weight (Efraimidis and Spirakis, 2006)."""
-    labels, n, rng = np.asarray(labels), len(labels), keyed("dirichlet-balanced", seed)
+    labels, n, rng = np.asarray(labels), len(labels), seeded_rng("dirichlet-balanced", seed)
     if clients > n:
         raise UserError(f"{n} samples cannot go to {clients} clients; use fewer --clients")
     available, parts = np.arange(n), []
@@ -98,7 +98,7 @@ def similarity_partition(labels, clients, similarity, seed):
 
     similarity percent of the samples are dealt at random, the rest sorted by label and cut into
     consecutive chunks, one a client. Remainders are spread, not dropped."""
-    labels, rng = np.asarray(labels), keyed("similarity", seed)
+    labels, rng = np.asarray(labels), seeded_rng("similarity", seed)
     order = rng.permutation(len(labels))
     at_random, by_label = np.split(order, [round(similarity / 100 * len(labels))])
     by_label = by_label[np.argsort(labels[by_label], kind="stable")]
@@ -117,7 +117,7 @@ def labels_partition(labels, classes, clients, each, seed):
     if each > classes:
         raise UserError(f"--labels {each}: the data set has {classes} labels")
     labels = np.asarray(labels)
-    rng = keyed("labels", seed)
+    rng = seeded_rng("labels", seed)
     has = np.zeros((clients, classes), bool)
     for i, row in enumerate(has):
         first = i % classes
@@ -147,7 +147,7 @@ def natural_groups(writers, clients, seed, users=None):
     if users > len(names):
         flag = "users" if users > clients else "clients"
         raise UserError(f"--{flag} {users}: the data set has {len(names)} writers")
-    return np.array_split(keyed("natural", seed).choice(names, users, replace=False), clients)
+    return np.array_split(seeded_rng("natural", seed).choice(names, users, replace=False), clients)
 
 
 def natural_partition(writers, clients, seed, users=None):
@@ -241,7 +241,7 @@ def client_test_indices(data, parts, args):
         tests = _indices_by_writer(groups, data.writers_test)
     else:
         labels = data.y_test.numpy()
-        rng = keyed("client-test", args.data_seed)
+        rng = seeded_rng("client-test", args.data_seed)
         owner = np.full(len(labels), len(parts))
         for label, counts in enumerate(label_counts(data, parts).T):
             if not counts.any():  # no client has the class

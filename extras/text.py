@@ -94,7 +94,7 @@ def _read_csv(path):
 
 def _read_leaf(root, advice):
     """Return labels, texts, users and which tweets are test ones, of LEAF's shards."""
-    readers = common.extra("readers", "--dataset sent140 as LEAF's shards")
+    readers = common.import_extra("readers", "--dataset sent140 as LEAF's shards")
     x, y, x_test, y_test, users, users_test = readers.read_leaf(root, _leaf_tweets, advice)
     test = np.arange(len(y) + len(y_test)) >= len(y)
     users = np.concatenate([users, users_test]).tolist()
@@ -124,7 +124,7 @@ def _divide(users, args):
     With --partition natural and natural-iid a user's first tweet is for training if no other is."""
     n = len(users)
     test = np.ones(n, bool)
-    test[common.keyed("sent140", args.data_seed).permutation(n)[: int(0.9 * n)]] = False
+    test[common.seeded_rng("sent140", args.data_seed).permutation(n)[: int(0.9 * n)]] = False
     if args.partition in common.NATURAL:
         _, first, user = np.unique(users, return_index=True, return_inverse=True)
         counts = np.bincount(user[~test], minlength=len(first))  # training tweets of each user
@@ -165,7 +165,7 @@ def word_vectors(source, words, seed=0):
     "random": N(0, 0.4^2), 300 wide, drawn by seed. UserError for a damaged file, or one that holds
     none of the words."""
     if source == "random":
-        rng = common.keyed("vectors", seed)
+        rng = common.seeded_rng("vectors", seed)
         vectors = rng.normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
         vectors[0] = 0
         return torch.from_numpy(vectors)

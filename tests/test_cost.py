@@ -107,7 +107,7 @@ def test_cost_of_pins():
 def test_cost_of_two_subnetworks(monkeypatch):
     """Each sub-network's width and resolution, by torch's counter of FLOPs."""
     shapes = (0.9, 24), (0.8, 20)
-    monkeypatch.setattr(gradaug, "draw_shapes", lambda rng, steps, *_: [shapes] * steps)
+    monkeypatch.setattr(gradaug, "draw_variants", lambda rng, steps, *_: [shapes] * steps)
     call = runs.method_call("gradaug", "--model resnet56 --batch-size 2 --device cpu".split())
     forward = cost.count(call, 1)["macs_per_sample"]["forward"]
     net = common.build_net("resnet56", 100).eval()

@@ -264,7 +264,7 @@ def test_imagenet_200_is_augmented_by_its_draws(tmp_path, monkeypatch):
         yield step
 
     list(worker.train(client, {"round": 2}, worker.net.state_dict(), local_update))
-    rng = common.keyed("batches", args.seed, 2, 0)
+    rng = common.seeded_rng("batches", args.seed, 2, 0)
     tables = common.batch_tables(client.index, 4, args, worker.net, data, rng)
     augment = [
         transforms.RandomResizedCrop(28),

@@ -54,7 +54,7 @@ def epochs_of(*argv):
     args, data = flags("--batch-size", "10", "--epochs", "3", *argv), extras.glyphs.glyphs()
     index, net = np.arange(100, 125), common.build_net("cnn", 62)
     steps = len(common.batch_sizes(25, args, False))
-    tables = common.batch_tables(index, steps, args, net, data, common.keyed("test"))
+    tables = common.batch_tables(index, steps, args, net, data, common.seeded_rng("test"))
     return tables["index"].reshape(3, -1)
 
 
@@ -91,7 +91,7 @@ def test_worker_equals_a_plain_loop(model, persist):
         if not persist:
             opt = torch.optim.SGD(net.parameters(), **options)
         opt.param_groups[0]["lr"] = 0.01 * 0.5 ** (round_ - 1)
-        rng = common.keyed("batches", 0, round_, 3)
+        rng = common.seeded_rng("batches", 0, round_, 3)
         tables = common.batch_tables(client.index, 4, args, net, data, rng)
         losses = []
         net.train()
@@ -167,15 +167,15 @@ def test_drawn_rows_follow_the_step():
         step = next(fedavg.local_update(worker, client, server, args))
 
         def watched(x, y):
-            seen.append(worker.row("noise").tolist())
+            seen.append(worker.drawn("noise").tolist())
             return step(x, y)
 
         yield watched
 
     for k in (0, 1):
         client = common.Client(k, np.arange(25), {})
-        play(worker, client, worker.template.state_dict(), method=local_update)
-    rows = [common.keyed("noise", args.seed, 1, k).random((3, 2)).tolist() for k in (0, 1)]
+        play(worker, client, worker.global_net.state_dict(), method=local_update)
+    rows = [common.seeded_rng("noise", args.seed, 1, k).random((3, 2)).tolist() for k in (0, 1)]
     assert seen == [*rows[0], *rows[1]]
     assert tables[0] == tables[1]
 
@@ -190,7 +190,7 @@ def test_local_update_yields_once():
 
     client = common.Client(0, np.arange(9), {})
     with pytest.raises(RuntimeError, match="yields once"):
-        play(worker, client, worker.template.state_dict(), method=local_update)
+        play(worker, client, worker.global_net.state_dict(), method=local_update)
 
 
 def test_bf16_is_for_blocks_alone():
@@ -214,7 +214,7 @@ def test_bf16_is_for_blocks_alone():
         seen.append(torch.is_autocast_enabled("cpu"))
         return worker.net(x).mean()
 
-    worker._begin(common.Client(0, np.arange(8), {}), {"round": 1}, worker.template.state_dict())
+    worker._begin(common.Client(0, np.arange(8), {}), {"round": 1}, worker.global_net.state_dict())
     worker._step(step, 8)
     assert seen == [False]
 
@@ -234,7 +234,7 @@ def test_memory_follows_the_sampled_clients(tmp_path):
 
 def test_keyed_randomness():
     def draw(*key):
-        return tuple(common.keyed(*key).integers(1 << 30, size=3))
+        return tuple(common.seeded_rng(*key).integers(1 << 30, size=3))
 
     keys = [("a", 1, 2), ("b", 1, 2), ("a", 2, 1), ("a", 1)]
     assert draw("a", 1, 2) == draw("a", 1, 2)

@@ -69,6 +69,6 @@ def test_an_error_within_a_file_is_not_a_missing_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
-        common.extra("broken", "--dataset femnist")
+        common.import_extra("broken", "--dataset femnist")
     with pytest.raises(common.UserError, match="extras/none.py: needed by --model none"):
-        common.extra("none", "--model none")
+        common.import_extra("none", "--model none")

@@ -141,7 +141,7 @@ def test_gradaug_has_a_graph_a_part(tmp_path, capsys, graphs, subnets):
         def observed(worker, *more):
             method = local_update(worker, *more)
             yield next(method)
-            drawn = zip(worker.sizes, worker.shapes)
+            drawn = zip(worker.sizes, worker.variants)
             seen.update(part for size, parts in drawn for part in parts if size == 32)
 
         return common.run(args, observed, data=extras.glyphs.glyphs(), net=wide_net())

@@ -240,18 +240,18 @@ def test_stochdepth_draws_each_block_at_its_rate():
 def test_gradaug_shapes():
     """The widest first; the narrowest is always --min-width, but with --widths paper."""
     worker, *_, args, _ = begin("gradaug", ["--subnets", "2"])
-    assert len(worker.shapes) == 4
-    assert all(len(s) == 2 and s[0][0] >= s[1][0] for s in worker.shapes)
+    assert len(worker.variants) == 4
+    assert all(len(s) == 2 and s[0][0] >= s[1][0] for s in worker.variants)
     least = gradaug.same_channels(0.8, (16, 32, 84, 120, 256))
-    assert all(shape[-1][0] == least for shape in worker.shapes)
-    assert {r for s in worker.shapes for _, r in s} <= {32, 28, 24, 20}
+    assert all(shape[-1][0] == least for shape in worker.variants)
+    assert {r for s in worker.variants for _, r in s} <= {32, 28, 24, 20}
     channels, rng = (16, 32, 64, 128, 256), np.random.default_rng(0)
-    many = gradaug.draw_shapes(rng, 400, args, channels, [32, 28, 24, 20])
+    many = gradaug.draw_variants(rng, 400, args, channels, [32, 28, 24, 20])
     assert {r for s in many for _, r in s} == {32, 28, 24, 20}
     assert len({s[0][0] for s in many}) > 5
     assert len({tuple(r for _, r in s) for s in many}) == 16  # each sub-network has its own
     args.widths = "paper"
-    many = gradaug.draw_shapes(rng, 400, args, channels, [32])
+    many = gradaug.draw_variants(rng, 400, args, channels, [32])
     assert len({s[1][0] for s in many}) > 5
 
 
@@ -296,7 +296,7 @@ def test_gradaug_step(flatten):
         common.Classifier(32, 62),
     )
     worker, step, *_ = begin("gradaug", ["--subnets", "2", "--mu", "0.4"], net=net)
-    worker.shape = ((0.75, 24), (0.5, 20))
+    worker.variant = ((0.75, 24), (0.5, 20))
     x, y = batch()
     twin, constant = copy.deepcopy(worker.net), copy.deepcopy(worker.net)
     out, teacher = twin(x), constant(x).detach().softmax(1)

@@ -130,7 +130,7 @@ def test_rfedavg_noise():
     """Clipped to norm C; the noise has standard deviation sigma C / B, B = 32."""
     argv = [*TINY, "--noise", "2", "--noise-clip", "0.01"]
     args, delta = args_of(rfedavg_dp, *argv), torch.full((256,), 3.0)
-    rngs = [common.keyed("test", i) for i in range(60)]
+    rngs = [common.seeded_rng("test", i) for i in range(60)]
     draws = torch.stack([rfedavg_dp.noisy(delta, rng, args) for rng in rngs])
     assert draws.std(0).mean().item() == pytest.approx(2 * 0.01 / 32, rel=0.1)
     assert draws.mean(0).norm().item() == pytest.approx(0.01, rel=0.2)

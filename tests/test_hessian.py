@@ -220,7 +220,7 @@ def analysis_of(run):
 
 def batch_of(run, index, samples=20):
     """Return one batch (x, y) of the samples that --samples takes of index."""
-    index = common.keyed("samples", 0).choice(index, samples, replace=False)
+    index = common.seeded_rng("samples", 0).choice(index, samples, replace=False)
     return run.data.normalise(run.data.x[index]), run.data.y[index]
 
 

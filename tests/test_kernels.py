@@ -39,7 +39,7 @@ def operations(name):
     data = extras.glyphs.glyphs()
     worker = engine.Worker(common.prepare_net(data, args, adapt), data, args, 4)
     client, server = common.Client(0, np.arange(16), {}), {"round": 2, "clients": [0]}
-    worker._begin(client, server, worker.template.state_dict())
+    worker._begin(client, server, worker.global_net.state_dict())
     step = next(local_update(worker, client, server, args))
     worker._step(step, 8)
     with Operations() as operations:

@@ -241,7 +241,7 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
         def dirichlet(self, alpha):
             return np.array([0.8, 0.2])
 
-    monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    monkeypatch.setattr(partitions, "seeded_rng", lambda name, seed: Fixed(np.random.PCG64(seed)))
     labels = np.array([0, 1, 1, 0])
     draws = 4000
     counts = np.zeros(3)  # draws in which the first client gets 0, 1 or 2 samples of class 1
@@ -266,7 +266,7 @@ def test_balanced_dirichlet_draws_as_weighted_sampling(monkeypatch):
         def dirichlet(self, alpha):
             return p
 
-    monkeypatch.setattr(partitions, "keyed", lambda name, seed: Fixed(np.random.PCG64(seed)))
+    monkeypatch.setattr(partitions, "seeded_rng", lambda name, seed: Fixed(np.random.PCG64(seed)))
     reference, counts, expected = np.random.default_rng(1), [], []
     for seed in range(400):
         part = partitions.balanced_dirichlet_partition(labels, 2, 1.0, seed)[0]

@@ -125,7 +125,7 @@ def ditto_worker(scripts, state, *argv):
     torch.manual_seed(0)
     worker = engine.Worker(common.build_net("cnn", 62), data, args, 8)
     client = common.Client(0, np.arange(40), state)
-    worker._begin(client, {"round": 1}, worker.template.state_dict())
+    worker._begin(client, {"round": 1}, worker.global_net.state_dict())
     generator = scripts["ditto"].local_update(worker, client, {}, args)
     return worker, next(generator), generator, client
 
@@ -141,12 +141,12 @@ def test_ditto_step_by_hand(scripts):
     own = common.build_net("cnn", 62).double()
     own.load_state_dict(personal)
     gradient = torch.autograd.grad(F.cross_entropy(own(x.double()), y), list(own.parameters()))
-    w = worker.template.double().parameters()
+    w = worker.global_net.double().parameters()
     with torch.no_grad():
         expected = [
             v - 0.05 * (g + 0.7 * (v - a)) for v, g, a in zip(own.parameters(), gradient, w)
         ]
-    worker.template.float()
+    worker.global_net.float()
     step(x, y)
     next(generator, None)
     found = [client.state["personal"][name] for name, _ in own.named_parameters()]

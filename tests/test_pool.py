@@ -132,7 +132,7 @@ def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(engine.Worker, "full", False, raising=False)
     monkeypatch.setattr(engine.Worker, "_step", filling)
     monkeypatch.setattr(engine.Pool, "_grow", grow)
-    monkeypatch.setattr(common, "plan", lambda args: (0, common.CORES))
+    monkeypatch.setattr(common, "workers_and_threads", lambda args: (0, common.CORES))
     found = final("scaffold", tmp_path / "four", *argv)
     assert len(full) == 2
     assert same(expected[0], found[0])
