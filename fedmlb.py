@@ -29,9 +29,9 @@ import torch.nn.functional as F
 def pathway_cuts(net):
     """Return the numbers of blocks after which a pathway may change over.
 
-    Behind each block with parameters but head and classifier."""
-    cuts = [m for m, block in enumerate(net[:-1], 1) if next(block.parameters(), None) is not None]
-    return [m for m in cuts if not isinstance(net[m - 1], common.Head)]
+    They are those with parameters, without a head and the classifier."""
+    blocks = [(m, block) for m, block in enumerate(net[:-1], 1) if [*block.parameters()]]
+    return [m for m, block in blocks if getattr(block, "branches", True)]
 
 
 def check(net, args):

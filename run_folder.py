@@ -10,7 +10,6 @@ best.pt and model.pt are copies for people."""
 
 import ast
 import contextlib
-import datetime
 import functools
 import inspect
 import io
@@ -31,10 +30,19 @@ import numpy as np
 import torch
 
 import common
-from common import FREE_ON_RESUME, UserError, check_leaves, checksum, flag_values, tree_map
+from common import FREE_ON_RESUME, UserError, check_leaves, flag_values, tree_map
 
 PLAIN = (int, float, bool, str, type(None))  # what may be kept beside tensors
 VERSIONS = {"torch": torch.__version__, "numpy": np.__version__}  # which decide the last bits
+
+
+def checksum(tensors, more=None):
+    """Return a CRC-32 of tensors and of more, a plain value, as eight hexadecimal digits."""
+    crc = zlib.crc32(repr(more).encode())
+    for tensor in tensors:
+        crc = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
 
 
 def write_atomically(path, content):
@@ -100,8 +108,6 @@ def load(path, what="checkpoint", crc=None):
 
 def check_archive(f):
     """Raise ValueError where a file of torch.save is damaged: torch looks at no checksum."""
-    if f.read(2) == b"\x80\x02":
-        raise ValueError("written as before torch 1.6; save it again with torch.save")
     archive = zipfile.ZipFile(f)
     # torch reads nothing of a record that is marked as a folder
     if archive.testzip() or any(record.external_attr for record in archive.infolist()):
@@ -164,12 +170,6 @@ def read_checkpoint(out, config):
         should = f"it should hold rounds 1 to {t} of the checkpoint"
         raise UserError(f"{out / 'metrics.jsonl'}: damaged, or of another run; {should}")
     return state, rows
-
-
-def default_out(args):
-    """Return the name of a new run folder."""
-    now = datetime.datetime.now()
-    return f"runs/{args.script}-{args.dataset}-{args.model}-{now:%Y%m%d-%H%M%S-%f}"
 
 
 def data_digests(data, parts):

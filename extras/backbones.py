@@ -5,9 +5,10 @@ channels and the size of the images and returns the blocks, [(name, module), ...
 the features, as common.NETS wants it. torchvision's networks of these names are others: with batch
 norm or no norm at all, and ShuffleNet's second version."""
 
+import torch
 import torch.nn as nn
 
-from common import Concat, Head, Residual, global_pool, he_init
+from common import Residual, global_pool, he_init
 
 # units, outputs and stride of the first unit, for 32x32 images
 MOBILE_STAGES = (1, 16, 1), (2, 24, 2), (3, 32, 2), (4, 64, 2), (3, 96, 1), (3, 160, 1), (1, 320, 1)
@@ -24,6 +25,21 @@ class Bypass(nn.Module):
 
     def forward(self, x):
         return self.branch(x) + x
+
+
+class Concat(nn.ModuleList):
+    """The channels of all modules' outputs; what follows could not take a leading slice."""
+
+    sliceable = False
+
+    def forward(self, x):
+        return torch.cat([module(x) for module in self], 1)
+
+
+class Head(nn.Sequential):
+    """A block after which FedMLB's authors do not branch, though it has parameters."""
+
+    branches = False
 
 
 class PoolLarger(nn.AdaptiveAvgPool2d):

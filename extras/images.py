@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import stat
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -15,17 +16,24 @@ from PIL import Image
 from tqdm import tqdm
 
 import common
-from common import NATURAL, Data, UserError, checksum, file_status
-from run_folder import load as load_file, save
+from common import NATURAL, Data, UserError
+from run_folder import checksum, load as load_file, save
 
 CACHE = ".cache-" + "[0-9a-f]" * 8 + ".pt"  # the names of caches
 BY_CLASS, BY_CLIENT = "*/*", "*/*/*"  # the layouts CLASS/* and CLIENT/CLASS/*
 
 
+def file_status(path):
+    """Return a file's os.stat(); UserError for a pipe or a device, of which no read may end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{path}: not a regular file")
+    return status
+
+
 def load(args):
     """Return the data set of --dataset folder."""
-    by_client = args.partition in NATURAL
-    return folder(pathlib.Path(args.data_dir), args.image_size, by_client)
+    return folder(pathlib.Path(args.data_dir), args.image_size, args.partition in NATURAL)
 
 
 def folder(root, image_size=None, by_client=False):
@@ -33,9 +41,8 @@ def folder(root, image_size=None, by_client=False):
 
     root: a path that holds train/CLASS/* and test/CLASS/* (or val/CLASS/*). image_size: pixels of a
     side to which they are resized; without it all must be of one size. by_client: the layout is
-    train/CLIENT/CLASS/*, and test/CLIENT/CLASS/* or test/CLASS/*; clients are the data set's
-    writers, by numbers in the order of their names. UserError where folders or classes are missing,
-    where the layout is another one, or where an image is damaged."""
+    train/CLIENT/CLASS/*, and test/CLIENT/CLASS/* or test/CLASS/*; clients are the writers, in the
+    order of their names. UserError for another layout, other classes, or a damaged image."""
     test_folder = root / ("test" if (root / "test").is_dir() else "val")
     train = _files(root / "train", {BY_CLIENT if by_client else BY_CLASS})
     test = _files(test_folder, {BY_CLASS, BY_CLIENT} if by_client else {BY_CLASS})
@@ -95,6 +102,13 @@ def load_images(root, train, test, classes, image_size=None, statistics=(None, N
     return Data(x, y, x_test, y_test, classes, *statistics)
 
 
+def prepared(data, args):
+    """Return data scaled and resized as --normalise and --image-size say."""
+    if args.normalise != "dataset":
+        data = with_statistics(data, args.normalise)
+    return resized(data, args.image_size) if args.image_size else data
+
+
 def with_statistics(data, normalise):
     """Return data with the mean and std that --normalise asks for: half, cifar10 or none."""
     channels = data.x.shape[1]
@@ -117,17 +131,15 @@ def resized(data, size):
         x = F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True)
         return x.round().clamp(0, 255).byte()
 
-    found = {k: getattr(data, k) for k in ("x", "x_test", "x_val")}
-    found = {k: v.split(2000) for k, v in found.items() if v is not None}  # large as floats
-    return dataclasses.replace(data, **{k: torch.cat([*map(resize, v)]) for k, v in found.items()})
+    parts = {k: getattr(data, k).split(2000) for k in ("x", "x_test")}  # large as floats
+    return dataclasses.replace(data, **{k: torch.cat([*map(resize, v)]) for k, v in parts.items()})
 
 
 def read_cached(root, paths, key, read):
     """Return what read() makes of the files at paths, a dict of tensors, and keep it in root.
 
-    The file root/.cache-*.pt is named after key and every file's name, size and time of change, and
-    holds that name too, so that it is made again when one of them changes, or when it is damaged.
-    There is one at a time: others, and what killed processes have left of them, are removed."""
+    The file root/.cache-*.pt is named after key and every file's name, size and time of change, so
+    that it is made again when one of them changes. There is one at a time: others are removed."""
     files = []
     for path in paths:
         status = file_status(path)

@@ -99,18 +99,12 @@ def _classifier(block, name):
 # --- saved weights
 
 
-def _resumes(args):
-    """Return whether the weights to go on from are a checkpoint's."""
-    return args.resume and pathlib.Path(args.out, "checkpoint.pt").exists()
-
-
 def load_init(net, args):
     """Load the weights of --init, a state_dict, into net, but not to go on from a checkpoint.
 
-    args.init_crc32 notes the file's checksum for config.json. The classifier, net's last block, may
-    be of another shape: it then stays as it is, which args.init_classifier notes, and a line on
-    stderr says unless args.quiet. UserError for what does not fit."""
-    if _resumes(args):
+    args.init_crc32 notes the file's checksum for config.json. A classifier, net's last block, of
+    another shape stays as it is; args.init_classifier notes that, and a line says so."""
+    if args.resume and pathlib.Path(args.out, "checkpoint.pt").exists():
         return
     path, out = args.init, pathlib.Path(args.out or "")
     weights, own = run_folder.load(path, "state_dict"), net.state_dict()

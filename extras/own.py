@@ -45,8 +45,7 @@ def data_of(train, test):
     """Return a Data of two map-style data sets, which give (x, y) by their index.
 
     x: a tensor, an array or a Pillow image, of one shape; y: an integer. Each sample is read once,
-    so that random transforms are drawn once too. The classes are those that train names, or as many
-    as the labels say. UserError names the sample that does not fit."""
+    random transforms included. UserError names the sample that does not fit."""
     (x, y), (x_test, y_test) = _read(train, "train"), _read(test, "test")
     classes = max(len(getattr(train, "classes", [])), int(max(y.max(), y_test.max())) + 1)
     return common.Data(x, y, x_test, y_test, classes)

@@ -56,23 +56,6 @@ def fill_up(owner, clients, min_size, order):
     return owner, int(moved)
 
 
-def hold_out(data, args):
-    """Return data whose x_val and y_val are --validation's share of the training samples.
-
-    They are drawn at random, by --data-seed, and no client has them. UserError where that leaves no
-    samples, or where images stay on disk."""
-    n, share = len(data.y), round(args.validation * len(data.y))
-    if data.paths:
-        raise UserError("argument --validation: not for images that stay on disk")
-    if not 0 < share < n:
-        raise UserError(f"argument --validation: would hold out {share} of {n} training samples")
-    order = seeded_rng("validation", args.data_seed).permutation(n)
-    held, kept = np.sort(order[:share]), np.sort(order[share:])
-    writers = None if data.writers is None else data.writers[kept]
-    fields = {"x_val": data.x[held], "y_val": data.y[held], "writers": writers}
-    return dataclasses.replace(data, x=data.x[kept], y=data.y[kept], **fields)
-
-
 def balanced_dirichlet_partition(labels, clients, alpha, seed):
     """Return a partition with label skew and equal sizes (FedMLB); n mod clients get one more.
 
@@ -174,9 +157,8 @@ def _indices_by_writer(groups, writers):
 def file_partition(path, samples, clients, partial=False):
     """Return a partition read from a file.
 
-    The file holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
-    (FedMLB's client_data). UserError unless each of the samples belongs to exactly one client, or,
-    where the split is partial, to one at most."""
+    It holds {client: [index, ...], ...} or [[index, ...], ...] as JSON or as a Python literal
+    (FedMLB's client_data), each sample for one client or, where the split is partial, at most."""
     try:
         parts = [np.array([*part] or np.zeros(0, np.int64)) for part in _read_split(path)]
         if len(parts) != clients:
@@ -233,9 +215,8 @@ def with_test_writers(data, args):
 def client_test_indices(data, parts, args):
     """Return the clients' test indices, a list of int64 arrays, for --client-test.
 
-    With --partition natural those of their writers' test samples, where the data set names their
-    writers; else the same share of each class as of its training samples, drawn at random. A client
-    may have none; UserError if all have none. parts: the clients' training indices."""
+    With --partition natural those of their writers' test samples, where the data set names them;
+    else the same share of each class as of the training samples, drawn at random."""
     if args.partition == "natural" and data.writers_test is not None:
         groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
         tests = _indices_by_writer(groups, data.writers_test)
@@ -275,9 +256,8 @@ def client_readings(fed, hits):
 def personal_hits(fed, hits):
     """Return which test samples are right, each by the network of the client whose it is.
 
-    That is the global network with the weights in client.state["personal"], or without where a
-    client has none. Samples that are no client's are as in hits. UserError for weights that are not
-    the network's."""
+    That is the global network with the weights in client.state["personal"], if it has some. Samples
+    that are no client's are as in hits. UserError for weights that are not the network's."""
     weights, found = fed.net.state_dict(), hits.clone()
 
     def own_hits(client):
@@ -305,9 +285,8 @@ def personal_hits(fed, hits):
 def client_summary(hits, tests, name="client_acc"):
     """Return readings of the clients' accuracies (%), over those that have test samples.
 
-    hits: (test samples,) right or wrong; tests: the test indices of each client. The list by
-    client, with None for those that have none; mean, worst, best, 10th percentile, and population
-    deviation and variance."""
+    hits: (test samples,) right or wrong; tests: the test indices of each client. In the list by
+    client there is None for one without. Deviation and variance are the population's."""
     sizes = np.array([len(test) for test in tests])
     some = sizes > 0
     starts = (sizes.cumsum() - sizes)[some]

@@ -1,15 +1,11 @@
 """Processes of torchrun: several train a round's clients, and end with the run of one, bit for bit.
 
 docs/scale.md says how to start them and what it costs. Every rank, as torchrun calls a process,
-holds the model, `server` and the rows and computes the same round, but for what is shared out: one
-rank trains a client, and its upload then goes to all, in the order of the clients, as do batches of
-the evaluation and what a method gives worker.map(). So each rank adds up what one process would, in
-its order. Rank 0 writes the run folder and prints; who trained a client writes its state.
-
-An error on any rank ends all: the first is noted in the store that torchrun keeps, rank 0 prints
-it, and all leave with its exit code. torchrun ends with SIGTERM those that are left when it sees
-that one has gone, a moment after the line is out.
-"""
+computes the same round, but for what is shared out: one rank trains a client, and its upload goes
+to all in the order of the clients, as do batches of the evaluation and what a method gives
+worker.map(). So each rank adds up what one process would, in its order. Rank 0 writes the run
+folder and prints; who trained a client writes its state. An error on any rank ends all: the first
+is noted in the store that torchrun keeps, rank 0 prints it, and all leave with its exit code."""
 
 import atexit
 import contextlib
@@ -36,7 +32,7 @@ import run_folder
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-# of this torchrun: its name, which is "none" unless one is given, and its process
+# of this torchrun: its name, if it has one, and its process
 STARTER = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
 RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 PATIENCE = datetime.timedelta(days=30)  # a client may take long; who has died is found otherwise
@@ -68,20 +64,15 @@ def join(args):
     if Ranks.joined is None:
         Ranks.joined = Ranks(device, args.script)
     Ranks.joined.watch.script = args.script
-    check_alike(flags_of(args))
+    values = {k: v for k, v in common.flag_values(args).items() if k not in FREE}
+    values["device"] = device.type
+    names = {k: f"--{k.removesuffix('_crc32').replace('_', '-')}" for k in values}
+    check_alike({"script": args.script} | {names[k]: v for k, v in values.items()})
     if RANK:
         args.quiet = True
     if RESTARTS and not args.resume:
         args.resume = broadcast(began_here(args.out), 0)
     return Ranks.joined
-
-
-def flags_of(args):
-    """Return what a rank's command line says of the run, {what: value}."""
-    values = {k: v for k, v in common.flag_values(args).items() if k not in FREE}
-    values["device"] = torch.device(args.device).type
-    flags = {f"--{k.removesuffix('_crc32').replace('_', '-')}": v for k, v in values.items()}
-    return {"script": args.script} | flags
 
 
 def versions():
@@ -235,7 +226,9 @@ class Ranks:
 
     def check_net(self, net):
         """Raise UserError where a rank begins with another network than rank 0."""
-        check_alike({"weights of the initial network": common.checksum(net.state_dict().values())})
+        check_alike(
+            {"weights of the initial network": run_folder.checksum(net.state_dict().values())}
+        )
 
     def agree(self, answer):
         """Return rank 0's answer, yes or no, on every rank."""
@@ -284,8 +277,7 @@ def share(costs, ranks):
 class Own:
     """The uploads of this rank's clients, in order; training goes on while others are waited for.
 
-    Where threads train it does by itself; else a sweep over the workers at a time, until as many
-    uploads are ready as may wait."""
+    Threads train by themselves; else a sweep over the workers at a time, while there is room."""
 
     def __init__(self, pool, clients, start):
         self.sweeps, self.ready = pool.train(clients, start), deque()
@@ -354,10 +346,9 @@ NOTES = ("samples", "version", "bytes_down", "bytes_up", "model")  # of a Client
 
 
 def exchange(client, weights, owner, worker, wait):
-    """Return (client, weights), which only its owner has, on every rank.
+    """Return (client, weights), which only its owner has, on every rank; its state stays there.
 
-    Bit for bit, with its strides, since sums depend on them; its state does not travel. wait(work):
-    waits until the owner has it."""
+    Strides are kept, since sums depend on them. wait(work): waits until the owner has it."""
     send(torch.zeros(1), owner, wait)
     notes = tree = None
     if owner == RANK:

@@ -21,6 +21,8 @@ def load(args):
         return femnist(root / "femnist")
     if args.dataset == "tiny-imagenet":
         return tiny_imagenet(root / "tiny-imagenet-200")
+    if args.augment not in ("auto", "none"):
+        raise UserError("argument --augment: takes auto or none for imagenet-200")
     return imagenet_200(root / "imagenet", args.image_size or 224)
 
 
@@ -65,10 +67,9 @@ def imagenet_200(root, image_size=224):
     """Return FedAlign's ImageNet-200, drawn from ImageNet-1k.
 
     root holds train/WNID/* and val/WNID/*. By numpy's seed 1993, 200 classes and 500 training
-    images of each are drawn. Which classes is their choice exactly; which images depended on their
-    machine's directory order, so ours, in order of names, are others. Training images are decoded
-    while training (stream); the validation ones, all of those classes, are scaled to 256/224 of
-    image_size, cut to their centre and kept. UserError for missing folders or damaged images."""
+    images of each are drawn: their classes exactly, but other images, for which theirs depended on
+    a directory's order. Training images are decoded while training (stream); the validation ones
+    are scaled to 256/224 of image_size, cut to their centre and kept."""
     train, test = _drawn_files(root)
     paths = [path for path, _ in test]
 
@@ -118,9 +119,8 @@ def _drawn_files(root):
 def stream(paths, size, batches, seeds=None):
     """Yield training images, (batch, 3, size, size) uint8, for each index array of batches.
 
-    They are decoded ahead by processes. paths: of all training images. seeds: arrays like the
-    indices, by which each image is cropped, recoloured and flipped; without seeds each is cut to
-    its centre. UserError for a damaged image."""
+    They are decoded ahead by processes. paths: of all training images. seeds: as of Data.images().
+    UserError for a damaged image."""
     if seeds is None:
         seeds = [np.full(len(index), None) for index in batches]
     items = [list(zip(index.tolist(), seed.tolist())) for index, seed in zip(batches, seeds)]

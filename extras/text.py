@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import common
 from common import UserError
+from extras.images import file_status
 
 # --- Sentiment140
 
@@ -38,10 +39,9 @@ def sent140(root, args, vocabulary=3000):
     """Return Sentiment140 (Go et al., 2009) by user, as rFedAvg's authors but for their leak.
 
     root holds the public CSV or LEAF's JSON shards. A tenth of the CSV, drawn at random, is the
-    test set. With --partition natural and natural-iid it is the tweets of the --users most active
-    users, each of whom keeps one for training at least. Words are the most frequent ones of the
-    training tweets, vocabulary - 2 at most. With --leak (the authors') the test tweets are trained
-    on too. UserError for missing or damaged files, and for too few tweets."""
+    test set. The natural partitions take the tweets of the --users most active users, each of whom
+    keeps one for training. Words are the vocabulary - 2 most frequent ones of the training tweets.
+    With --leak (the authors') the test tweets are trained on too. UserError for damaged files."""
     y, text, users, test = _read(root)
     if args.partition in common.NATURAL:
         index = _most_active(users, test, args.users or args.clients)
@@ -77,7 +77,7 @@ def _read(root):
 def _read_csv(path):
     """Return labels (n,), 1 for polarity 4, texts and users of the public CSV."""
     y, text, users = [], [], []
-    common.file_status(path)
+    file_status(path)
     # as published, with stray bytes of other encodings
     with open(path, encoding="latin-1", newline="") as f:
         rows = csv.reader(f, strict=True)
@@ -158,12 +158,19 @@ def tokens(text):
 # --- word vectors
 
 
+def net_for(data, args):
+    """Return the network that args name, with the vectors of the data's words."""
+    vectors = word_vectors(args.vectors, data.words, args.data_seed)
+    net = common.build_net(args.model, data.classes, *vectors.shape, args.projection)
+    net[0][0].vectors.copy_(vectors)
+    return net
+
+
 def word_vectors(source, words, seed=0):
     """Return the vectors of padding, of all other words and of words: (2 + len(words), width).
 
-    source: a text file as GloVe's, a word and its numbers on each line; what it lacks is zero. Or
-    "random": N(0, 0.4^2), 300 wide, drawn by seed. UserError for a damaged file, or one that holds
-    none of the words."""
+    source: "random", N(0, 0.4^2), 300 wide, drawn by seed; or a text file as GloVe's, a word and
+    its numbers on each line, where what it lacks is zero. UserError for a damaged file."""
     if source == "random":
         rng = common.seeded_rng("vectors", seed)
         vectors = rng.normal(0, 0.4, (len(words) + 2, 300)).astype(np.float32)
@@ -187,9 +194,7 @@ def word_vectors(source, words, seed=0):
     except (OSError, ValueError) as e:
         raise UserError(f"--vectors {source}, line {i}: cannot be read ({e})") from None
     if not vectors.any() or not np.isfinite(vectors).all():
-        found = (
-            "NaN or infinity" if vectors.any() else f"none of the {len(words)} words of the data"
-        )
+        found = "NaN or infinity" if vectors.any() else f"none of the data's {len(words)} words"
         raise UserError(f"--vectors {source}: holds {found}")
     return torch.from_numpy(vectors)
 
@@ -209,9 +214,7 @@ class Embedding(nn.Module):
 
     def forward(self, x):
         if x.is_floating_point():
-            raise UserError(
-                "--model lstm reads words, which a method cannot mix or resize as it does images"
-            )
+            raise UserError("--model lstm: a method cannot mix or resize words as it does images")
         mask = (x != 0).unsqueeze(2).to(self.vectors)
         return torch.cat([F.embedding(x.int(), self.vectors), mask], 2)
 

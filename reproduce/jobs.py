@@ -195,7 +195,7 @@ def setting_of(words):
     first = ["dataset", "model"]
     kept = sorted(flags.keys() - silent, key=lambda name: (name not in first, name))
     text = " ".join(name * (name not in first) + ",".join(flags[name]) for name in kept)
-    return text if len(text) <= 100 else f"{text[:90]} {common.checksum([], text)}"
+    return text if len(text) <= 100 else f"{text[:90]} {run_folder.checksum([], text)}"
 
 
 def check_script_flags(args, words):

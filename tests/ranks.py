@@ -55,6 +55,7 @@ def start(lines, ranks, folder, before="", options=(), **more):
     torchrun += ["--nproc-per-node", str(ranks), "--no-python"]
     command = [*torchrun, sys.executable, "-c", before + DRIVER, str(path)]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # where a process dies of a signal
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 

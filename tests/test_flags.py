@@ -120,7 +120,7 @@ def test_device_is_auto_by_default(monkeypatch):
         ("--model resnet56 --partition iid --clients 600", ["single sample"]),
         ("--image-size 2147483647", ["--image-size", "at most 4096"]),
         ("--server adam --server-tau 1e308", ["--server-tau", "at most 1e+18"]),
-        ("--lr-decay 1e38 --rounds 11", ["--lr-decay", "--rounds", "overflows"]),
+        ("--lr-decay 1.1", ["--lr-decay", "above 0 and at most 1"]),
     ],
 )
 def test_bad_flags(tmp_path, capsys, argv, words):
@@ -140,7 +140,6 @@ def test_a_newline_in_a_word(capsys, argv):
 
 
 def test_learning_rates_of_all_rounds_are_finite():
-    assert parsed("--lr 1 --lr-decay 10 --rounds 39").lr_decay == 10
     assert parsed("--lr-decay 1e-300 --rounds 100000").rounds == 100000
 
 

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import same
 from hand import batch, begin, check_step, normed_network, state_of, twins, two_networks
+from extras.backbones import Head
 from methods import final
 
 import common
@@ -47,7 +48,7 @@ def test_fedmlb_step(flags, chosen, divisor, direction):
 def test_fedmlb_cuts_behind_blocks_with_parameters():
     """Not behind a pooling, nor behind a head."""
     assert fedmlb.pathway_cuts(common.build_net("resnet18-gn", 10)) == [1, 2, 3, 4, 5]
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), common.Head(nn.Linear(2, 2)), nn.Linear(2, 2))
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), Head(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert fedmlb.pathway_cuts(net) == [1]
 
 

@@ -11,6 +11,7 @@ from conftest import TINY, flags, make_folder, plainly, refusal, refused, same
 from PIL import Image
 
 import common
+import engine
 import extras.glyphs
 import fedavg
 from extras import images, own, partitions
@@ -39,7 +40,7 @@ def trained(tmp_path, data, net, *argv, script=fedavg, name="run"):
 def digest_of(data):
     """Return what --dataset is of a Data."""
     args = flags()
-    common.note_own(args, data, None)
+    engine.name_own(args, data, None)
     return args.dataset
 
 
@@ -97,9 +98,6 @@ Y = torch.arange(6) % 3
 X = torch.zeros(6, 4)
 
 
-ONE = torch.zeros(6).byte()
-
-
 @pytest.mark.parametrize(
     "fields, words",
     [
@@ -112,7 +110,6 @@ ONE = torch.zeros(6).byte()
         ((X, Y, X, Y - 1), "labels of x_test are torch.int64 from -1 to 1, and not integers"),
         ((X, Y, X[:, :3], Y), "x_test is [6, 3] torch.float32, and x [6, 4] torch.float32; only"),
         ((X, Y, X.byte(), Y), "x_test is [6, 4] torch.uint8, and x [6, 4] torch.float32; only"),
-        ((ONE, Y, ONE, Y), "x is [6] torch.uint8, and not (samples, channels, ...)"),
         ((X > 0, Y, X > 0, Y), "x holds bools, and not finite numbers alone"),
         ((X / 0, Y, X, Y), "x holds NaN or infinity"),
         ((X, Y, X + float("inf"), Y), "x_test holds NaN or infinity"),
