@@ -81,7 +81,7 @@ def check(net, args):
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     prev = client.state.get("net")
-    has_prev = worker.pin("has_prev", float(prev is not None))  # 0 skips the term
+    has_prev = worker.pin("has_prev", float(prev is not None))  # 0: no term; step cannot branch
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
     net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
     s = linear_cka

@@ -40,7 +40,7 @@ def aggregate(net, received, server, args):
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     mean = server.get("mean") if args.gamma else None
-    has_mean = worker.pin("has_mean", float(mean is not None))  # 0 skips the term in round 1
+    has_mean = worker.pin("has_mean", float(mean is not None))  # 0: no term; step cannot branch
     teacher = worker.frozen("teacher", client.download(mean))
 
     def step(x, y):

@@ -42,7 +42,7 @@ def contrastive_loss(z, z_glob, z_prev, tau):
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     prev = client.state.get("net")
-    has_prev = worker.pin("has_prev", float(prev is not None))  # 0 skips the term
+    has_prev = worker.pin("has_prev", float(prev is not None))  # 0: no term; step cannot branch
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
     for frozen in (glob, prev):
         frozen.train(args.frozen_mode == "train")

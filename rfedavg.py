@@ -83,7 +83,7 @@ def local_update(worker, client, server, args):
     plus, d = args.variant == "rfedavg+", net[-1].in_features
     own = common.rows_of(server.get("deltas", {}), [client.id], d)  # (1 or 0, d)
     others = len(server.get("deltas", {"rows": ()})["rows"]) - len(own)
-    has_others = worker.pin("has_others", float(others > 0))  # 0 skips the term
+    has_others = worker.pin("has_others", float(others > 0))  # 0: no term; step cannot branch
     total = server.get("sum", 0) - with_square(own.sum(0))
     mean, square = total[:-1] / max(1, others), total[-1] / max(1, others)
     # mean_j ||phi - delta_j||^2 = ||phi - mean||^2 + the spread of the deltas

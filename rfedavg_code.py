@@ -67,7 +67,7 @@ def local_update(worker, client, server, args):
     plus, d = args.variant == "rfedavg+", net[-1].in_features
     chosen = [j for j in server["clients"] if plus or j != client.id]
     others = common.rows_of(server.get("deltas", {}), chosen, d)
-    has_others = worker.pin("has_others", float(len(others) > 0))  # 0 skips the term
+    has_others = worker.pin("has_others", float(len(others) > 0))  # 0: no term; step cannot branch
     deltas = others if len(others) else torch.zeros(1, d)
     mean = worker.pin("mean", deltas.mean(0))
     # mean_j ||phi - delta_j||^2 = ||phi - mean||^2 + the spread of the deltas
