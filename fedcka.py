@@ -84,11 +84,9 @@ def local_update(worker, client, server, args):
     has_prev = worker.pin("has_prev", float(prev is not None))  # 0: no term; step cannot branch
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
     net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
-    s = linear_cka
-    if args.similarity_metric != "linear-cka":
-        s = common.import_extra("similarities", "--similarity-metric").METRICS[
-            args.similarity_metric
-        ]
+    s, metric = linear_cka, args.similarity_metric
+    if metric != "linear-cka":
+        s = common.import_extra("similarities", "--similarity-metric").METRICS[metric]
 
     def step(x, y):
         out, g, p, l_cka = x, x, x, 0

@@ -69,10 +69,8 @@ def local_update(worker, client, server, args):
     eighths = [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
-        rng, steps = worker.rng("shapes"), len(worker.sizes)
-        worker.variants = draw_variants(
-            rng, steps, args, widths_of(net), args.resolutions or eighths
-        )
+        rng, steps, sizes = worker.rng("shapes"), len(worker.sizes), args.resolutions or eighths
+        worker.variants = draw_variants(rng, steps, args, widths_of(net), sizes)
 
     def step(x, y):
         loss, teacher = worker.segment(full, x, y)

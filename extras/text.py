@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 import common
 from common import UserError
-from extras.images import file_status
 
 # --- Sentiment140
 
@@ -77,7 +76,8 @@ def _read(root):
 def _read_csv(path):
     """Return labels (n,), 1 for polarity 4, texts and users of the public CSV."""
     y, text, users = [], [], []
-    file_status(path)
+    if not path.is_file():  # no read of a pipe may end
+        raise UserError(f"{path}: not a regular file")
     # as published, with stray bytes of other encodings
     with open(path, encoding="latin-1", newline="") as f:
         rows = csv.reader(f, strict=True)

@@ -100,7 +100,7 @@ def test_fedavg_from_the_shell(tmp_path, steps):
         ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
         ("fedavg", "--workers 2", "engine.py, run_folder.py: needed by --workers"),
         ("fedavg", "--save-clients", "engine.py, run_folder.py: needed by --save-clients"),
-        ("fedavg", "--resume --out run", "run_folder.py: needed by --resume"),
+        ("fedavg", "--resume --out run", "engine.py: needed by --resume"),
         ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
         ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),
     ],

@@ -102,21 +102,31 @@ def test_convolutions_are_searched_for_full_batches_alone():
     assert torch.backends.cudnn.benchmark is False
 
 
+PIXELS = torch.uint8
+
+
 @pytest.mark.parametrize(
-    "size, images",
-    [(32, 2000), (28, 2000), (64, 500), (224, 50)],
+    "shape, dtype, cuda, size",
+    [
+        ((1, 32, 32), PIXELS, True, 2000),
+        ((1, 28, 28), PIXELS, True, 2000),
+        ((1, 64, 64), PIXELS, True, 500),
+        ((1, 224, 224), PIXELS, True, 50),
+        ((70,), torch.int16, True, 2000),
+        ((1, 28, 28), PIXELS, False, 250),
+    ],
 )
-def test_evaluation_batches_follow_the_pixels(size, images):
-    x = torch.empty(0, 3, size, size, dtype=torch.uint8)
-    data = types.SimpleNamespace(x_test=x, y=types.SimpleNamespace(is_cuda=True))
-    assert common.evaluation_batch(data) == images
+def test_evaluation_batches_follow_the_pixels(shape, dtype, cuda, size):
+    x, y = torch.zeros(2100, *shape, dtype=dtype), torch.zeros(2100)
+    y_train = types.SimpleNamespace(is_cuda=cuda)
+    data, seen = types.SimpleNamespace(x_test=x, y_test=y, y=y_train), []
 
+    def run(batch, batches):
+        seen.extend(len(x) for x, _ in batches)
+        return [(torch.zeros(1), torch.zeros(2))]
 
-def test_evaluation_batches_of_text_and_on_a_cpu():
-    words = torch.empty(0, 70, dtype=torch.int16)
-    data = types.SimpleNamespace(x_test=words, y=types.SimpleNamespace(is_cuda=True))
-    assert common.evaluation_batch(data) == 2000
-    assert common.evaluation_batch(extras.glyphs.glyphs()) == 250
+    common.evaluate(torch.nn.Identity(), data, None, run)
+    assert seen == [size] * (2100 // size) + [2100 % size] * (2100 % size > 0)
 
 
 def test_settings_of_cuda(monkeypatch):

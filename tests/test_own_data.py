@@ -124,8 +124,8 @@ def test_bad_tensors(fields, words):
     "argv, words",
     [
         ("--augment flip", "argument --augment"),
-        ("--image-size 16", "argument --image-size"),
-        ("--normalise half", "argument --normalise"),
+        ("--image-size 16", "--image-size and"),
+        ("--normalise half", "--normalise: not for data="),
         ("--partition natural", "does not say who made"),
     ],
 )

@@ -297,7 +297,7 @@ def bad_inits(path):
         ("nan", ["NaN"]),
         ("less", ["'conv1.0.weight' is in the network alone"]),
         ("more", ["'more' is in it alone"]),
-        ("old", ["before torch 1.6", "save it again with torch.save"]),
+        ("old", ["old.pt: not a readable state_dict"]),
         ("list", ["not a state_dict"]),
         ("module", ["not a readable state_dict"]),
         ("text", ["not a readable state_dict"]),

@@ -323,7 +323,7 @@ def test_methods_on_text(tmp_path, method):
     "script, words",
     [
         ("mixup", "words"),
-        ("gradaug", "text"),
+        ("gradaug", "not of images"),
         ("fedalign", "LSTM"),
         ("stochdepth", "residual"),
     ],
