@@ -69,7 +69,7 @@ class Batches:
         if args.authors:
             self.iterations += not self.frozen
             index = rng.permutation(index)[: self.samples]
-            augment = common.resolve_augment(self.run.args)
+            augment = common.resolve_augment(self.run.args, data)
         parts = np.split(index, range(args.batch_size, len(index), args.batch_size))
         size = data.image_size if augment else None
         draws = [common.draw_augment(augment, rng, (len(part),), size) for part in parts]

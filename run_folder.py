@@ -435,6 +435,7 @@ class RunFolder:
             "workers": workers,
             "threads": threads,
             "moved": args.moved,
+            "augment": args.augmented,
             "device": hardware(args.device),
             "versions": {"python": platform.python_version(), **VERSIONS},
             "code": self.code,

@@ -5,7 +5,7 @@ import statistics
 from typing import NamedTuple
 
 import common
-from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text, differing_code
+from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text, augment_of, differing_code
 
 ROW_KEYS = {  # of a row as the engine writes it; what else is there the method has reported
     *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
@@ -213,11 +213,14 @@ def code_labels(group, groups):
 
 def shared_setting(groups):
     """Return the flags of the setting that all groups share, as text; those that act alone."""
-    flags, idle = groups[0].flags, set(differing_flags(SETTING_FLAGS, groups))
+    named = (*SETTING_FLAGS, *"lr momentum weight_decay clip".split())
+    flags, idle = groups[0].flags, set(differing_flags(named, groups))
     if flags["dataset"] != "folder":
         idle.add("data_dir")
     if not str(flags["partition"]).startswith("dirichlet"):
         idle.add("alpha")
     idle |= {"similarity", "labels"} - {flags["partition"]}
-    shared = {flag: flags.get(flag) for flag in SETTING_FLAGS if flag not in idle}
+    shared = {flag: flags.get(flag) for flag in named if flag not in idle}
+    augments = {augment_of(run) for group in groups for run in group.runs}
+    shared["augment"] = augments.pop() if len(augments) == 1 else None
     return ", ".join(f"{k} {as_text(v)}" for k, v in shared.items() if v is not None)

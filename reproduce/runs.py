@@ -83,6 +83,12 @@ def as_text(value):
     return "default" if value is None else str(value)
 
 
+def augment_of(run):
+    """Return the augmentation of a Run as --augment spells it; auto as what it came to."""
+    named = common.augment_text(decisive_flags(run.flags)["augment"])
+    return run.config.get("augment", named)
+
+
 @functools.cache
 def shared_flags():
     """Return the shared flags at their defaults, which a run has that is older than a flag."""

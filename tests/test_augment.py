@@ -1,12 +1,15 @@
 """Training augmentation."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from conftest import flags
+from conftest import TINY, flags, make_folder
 from torchvision.transforms import functional as tv
 
 import common
+import fedavg
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +81,34 @@ def test_rotation_equals_a_loop_over_images(images, draws):
 )
 def test_augment_flag(argv, augment):
     assert common.resolve_augment(flags(*argv.split())) == augment
+
+
+@pytest.mark.parametrize("mode, augment", [("L", "none"), ("RGB", "crop,flip")])
+def test_auto_leaves_grey_images_alone(tmp_path, capsys, mode, augment):
+    """A folder of digits: the batches are as they are read; the line and config.json say so."""
+    root, out = make_folder(tmp_path / "data", mode=mode), tmp_path / "run"
+    words = f"--dataset folder --data-dir {root} --min-size 1 --clip 2".split()
+    words = [word for word in [*TINY, *words] if word != "--quiet"]
+    words += ["--model", "simple-cnn", "--image-size", "16", "--clients", "2", "--out", str(out)]
+    fedavg.main(words)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert f"lr 0.01, momentum 0.9, weight decay 0.0001, clip 2, augment {augment}; on cpu" in line
+    assert line.endswith(f"workers: {min(2, common.CORES)}")
+    assert json.loads((out / "config.json").read_text())["augment"] == augment
+    args = flags(*words)
+    data = common.load_data(args)
+    assert (common.resolve_augment(args, data) == {}) == (mode == "L")
+    client = common.Client(0, np.arange(6))
+    worker = common.PlainWorker(
+        common.build_net("simple-cnn", 2, data.x.shape[1], 16), data, args, client, {"round": 1}
+    )
+    sums = [x.sum().item() for x, _ in worker.local_batches(client)]
+    plain = data.normalise(data.x).sum().item()
+    assert (sums == [pytest.approx(plain, abs=1e-2)]) == (mode == "L")
+
+
+def test_reflect_crop_of_tiny_images():
+    x, y = torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.arange(8) % 2
+    args = flags("--augment", "reflect-crop", "--clients", "1", "--min-size", "1")
+    with pytest.raises(common.UserError, match="--augment: reflect-crop .* over 4 pixels"):
+        common.run(args, fedavg.local_update, data=common.Data(x, y, x, y, 2))

@@ -79,7 +79,8 @@ def test_a_table_says_first_what_all_rows_share(tmp_path, capsys):
         first, empty, head = out.splitlines()[:3]
         assert first == (
             "All rows: dataset glyphs, partition dirichlet, alpha 0.5, data_seed 0, model cnn, "
-            "clients 4, sample 1.0, epochs 2, batch_size 64"
+            "clients 4, sample 1.0, epochs 2, batch_size 64, lr 0.01, momentum 0.9, "
+            "weight_decay 0.0001, clip 0.0, augment none"
         )
         assert not empty and "setting" in head
     _, out, _ = run_compare(capsys, a)

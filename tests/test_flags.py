@@ -65,6 +65,7 @@ def test_what_the_parser_notes():
         "plain",
         "capture",
         "moved",
+        "augmented",
     }
 
 
