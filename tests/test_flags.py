@@ -210,12 +210,17 @@ def test_bad_images(tmp_path, capsys, make, words):
 def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
     from torchvision import datasets
 
-    def offline(*args, **kwargs):
-        raise RuntimeError("Error downloading\ncifar-100-python.tar.gz")
+    def offline(root, **kwargs):
+        (root / "MNIST" / "raw").mkdir(parents=True)
+        raise RuntimeError("Error downloading\ntrain-images-idx3-ubyte.gz")
 
-    monkeypatch.setattr(datasets, "CIFAR100", offline)
-    argv = [*TINY, "--dataset", "cifar100", "--out", tmp_path / "run"]
-    refused(capsys, fedavg, argv, "cifar100", "downloaded", "folder")
+    monkeypatch.setattr(datasets, "MNIST", offline)
+    argv = [*TINY, "--dataset", "mnist", "--out", tmp_path / "run", "--data-dir", tmp_path / "new"]
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "folder")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new").mkdir()  # the user's own
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "folder")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
 MEANT = [

@@ -1,5 +1,6 @@
 """Data sets of images: glyphs, folders, torchvision's; statistics."""
 
+import inspect
 import pickle
 
 import numpy as np
@@ -117,6 +118,42 @@ def test_torchvision_layouts(monkeypatch):
     data = common.load_data(flags("--dataset", "mnist", "--image-size", "16"))
     assert data.x.shape == (6, 1, 16, 16)
     assert data.x.dtype == torch.uint8
+
+
+class FakeSVHN:
+    """What torchvision's SVHN holds: labels, and an array in another order than its memory's."""
+
+    def __init__(self, root, split, download):
+        n = {"train": 6, "test": 2}[split]
+        pixels = np.random.default_rng(0).integers(256, size=(32, 32, 3, n)).astype(np.uint8)
+        self.data, self.labels = pixels.transpose(3, 2, 0, 1), np.arange(n) + 4
+
+
+def test_svhn_and_fashion_mnist(tmp_path, monkeypatch):
+    """Normalised by the mean and deviation of the training pixels; not augmented by default."""
+    from torchvision import datasets
+
+    assert [*inspect.signature(datasets.SVHN).parameters][:2] == ["root", "split"]
+    monkeypatch.setattr(datasets, "SVHN", FakeSVHN)
+    data = common.load_data(flags("--dataset", "svhn"))
+    pixels = FakeSVHN(None, "train", True).data
+    assert np.array_equal(data.x, pixels) and data.x.is_contiguous()
+    assert (data.y.tolist(), data.y_test.tolist()) == ([4, 5, 6, 7, 8, 9], [4, 5])
+    assert data.classes == len(data.names) == 10
+    channels = pixels.transpose(1, 0, 2, 3).reshape(3, -1) / 255
+    assert data.mean.flatten().tolist() == pytest.approx(channels.mean(1).tolist())
+    assert data.std.flatten().tolist() == pytest.approx(channels.std(1).tolist())
+    assert common.resolve_augment(flags("--dataset", "svhn"), data) == {}
+    folder, rng = tmp_path / "FashionMNIST" / "raw", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for part, n in (("train", 8), ("t10k", 4)):  # in MNIST's format
+        for name, magic, shape in (("images-idx3", 2051, (n, 28, 28)), ("labels-idx1", 2049, (n,))):
+            content = np.array([magic, *shape], ">i4").tobytes()
+            content += rng.integers(10, size=shape).astype("u1").tobytes()
+            (folder / f"{part}-{name}-ubyte").write_bytes(content)
+    data = common.load_data(flags("--dataset", "fashion-mnist", "--data-dir", str(tmp_path)))
+    assert data.x.shape == (8, 1, 28, 28) and len(data.y_test) == 4
+    assert data.names[9] == "Ankle boot"
 
 
 def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
