@@ -1,4 +1,4 @@
-"""Partitions of FedMLB, rFedAvg and NIID-Bench, by writer, from a file; clients' test sets."""
+"""Partitions of other papers than FedAlign's, by writer, from a file; clients' test sets."""
 
 import ast
 import copy
@@ -23,6 +23,8 @@ def split(data, args):
         return similarity_partition(labels, clients, args.similarity, seed)
     if args.partition == "labels":
         return labels_partition(labels, data.classes, clients, args.labels, seed)
+    if args.partition == "shards":
+        return shards_partition(labels, clients, args.shards, seed)
     if args.partition == "file":
         return file_partition(args.split_file, len(labels), clients, args.partial_split)
     if data.writers is None:
@@ -116,6 +118,19 @@ def labels_partition(labels, classes, clients, each, seed):
         for taker, part in zip(takers, np.array_split(index, len(takers))):
             owner[part] = taker
     return indices_by_owner(owner, clients, rng.permutation(len(labels)))
+
+
+def shards_partition(labels, clients, each, seed):
+    """Return McMahan et al.'s "pathological" partition (AISTATS 2017, sec. 3).
+
+    The samples, sorted by label, are cut into clients x each shards of equal size, give or take
+    one, and each client gets as many of them at random."""
+    rng = seeded_rng("shards", seed)
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(np.asarray(labels)[order], kind="stable")]
+    shards = np.array_split(order, clients * each)
+    dealt = rng.permutation(len(shards)).reshape(clients, each)
+    return [np.concatenate([shards[i] for i in row]) for row in dealt]
 
 
 def natural_groups(writers, clients, seed, users=None):

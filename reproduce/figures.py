@@ -190,7 +190,7 @@ def method_label(group, groups):
     name, server = group.script, group.flags.get("server")
     if len({other.flags.get("server") for other in groups}) > 1:
         groups = [other for other in groups if other.flags.get("server") == server]
-        name = {"avgm": "FedAvgM", "adam": "FedADAM"}.get(server, name)
+        name = {"avgm": "FedAvgM", "adam": "FedADAM", "yogi": "FedYogi"}.get(server, name)
         name += f" ({group.script})" * (name != group.script != "fedavg")
     flags = [flag for flag in group.flags if flag not in {*SETTING_FLAGS, *MACHINE_FLAGS, "seed"}]
     parts = [f"{flag}={as_text(group.flags[flag])}" for flag in differing_flags(flags, groups)]
@@ -219,7 +219,7 @@ def shared_setting(groups):
         idle.add("data_dir")
     if not str(flags["partition"]).startswith("dirichlet"):
         idle.add("alpha")
-    idle |= {"similarity", "labels"} - {flags["partition"]}
+    idle |= {"similarity", "labels", "shards"} - {flags["partition"]}
     shared = {flag: flags.get(flag) for flag in named if flag not in idle}
     augments = {augment_of(run) for group in groups for run in group.runs}
     shared["augment"] = augments.pop() if len(augments) == 1 else None

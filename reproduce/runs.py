@@ -15,8 +15,8 @@ MACHINE_FLAGS = common.FREE_ON_RESUME - {"rounds"} | set(
 )
 # Flags that make the setting; what else differs between rows names the method.
 SETTING_FLAGS = (
-    "dataset data_dir image_size partition alpha similarity labels split_file data_seed users "
-    "model clients sample rounds epochs local_steps batch_size"
+    "dataset data_dir image_size partition alpha similarity labels shards split_file "
+    "data_seed users model clients sample rounds epochs local_steps batch_size"
 ).split()
 
 

@@ -41,7 +41,7 @@ def one_weight():
 
 
 def adam(m, v):
-    """Return FedADAM's step for tau 0.1 and lr 0.5."""
+    """Return FedADAM's and FedYogi's step for tau 0.1 and lr 0.5."""
     return 0.5 * m / (v**0.5 + 0.1)
 
 
@@ -56,6 +56,14 @@ def adam(m, v):
             "--server adam --server-tau 0.1 --server-lr 0.5",
             [adam(0.05, 0.0124), adam(-0.055, 0.99 * 0.0124 + 0.01)],
         ),
+        (
+            "--server yogi --server-tau 0.1 --server-lr 0.5",
+            [adam(0.05, 0.0125), adam(-0.055, 0.0225)],
+        ),
+        (
+            "--server yogi --server-tau 1 --server-lr 0.5 --server-beta2 0.9",
+            [0.5 * 0.05 / (0.975**0.5 + 1), 0.5 * -0.055 / (1.075**0.5 + 1)],
+        ),
     ],
 )
 def test_server_optimizers_by_hand(argv, steps):
@@ -63,7 +71,9 @@ def test_server_optimizers_by_hand(argv, steps):
 
     Clients end 2 and -4 away from it with weights 3/4 and 1/4, so Delta = 0.5 in the first round,
     then -1. avgm (beta 0.4, lr 1): m = 0.5, then 0.2 - 1. adam (0.9, 0.99, tau 0.1, lr 0.5): m =
-    0.05, v = 0.99 * 0.01 + 0.01 * 0.25 = 0.0124; then m = 0.045 - 0.1, v = 0.99 v + 0.01."""
+    0.05, v = 0.99 * 0.01 + 0.01 * 0.25 = 0.0124; then m = 0.045 - 0.1, v = 0.99 v + 0.01. yogi: v
+    = 0.01 + 0.01 * 0.25, since Delta^2 is larger, then 0.0125 + 0.01; tau 1, beta2 0.9: v = 1 -
+    0.1 * 0.25, since Delta^2 is smaller, then 0.975 + 0.1."""
     net, server, args = one_weight(), {}, flags(*argv.split())
     for shifts, step in zip([(2, -4), (-2, 2)], steps):
         before = net.weight.item()
@@ -71,7 +81,9 @@ def test_server_optimizers_by_hand(argv, steps):
         assert net.weight.item() - before == pytest.approx(step, abs=1e-9)
 
 
-@pytest.mark.parametrize("server, lr, momentum", [("adam", 0.01, 0.9), ("avgm", 1, 0.4)])
+@pytest.mark.parametrize(
+    "server, lr, momentum", [("adam", 0.01, 0.9), ("yogi", 0.01, 0.9), ("avgm", 1, 0.4)]
+)
 def test_server_defaults(server, lr, momentum):
     args = flags("--server", server)
     assert (args.server_lr, args.server_momentum) == (lr, momentum)

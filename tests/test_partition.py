@@ -26,6 +26,9 @@ KINDS = {
 }
 
 
+KINDS["shards"] = lambda clients, seed: partitions.shards_partition(LABELS, clients, 2, seed)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_partition_covers_every_sample_once_and_follows_the_seed(kind):
     parts = KINDS[kind](7, seed=3)
@@ -34,9 +37,33 @@ def test_partition_covers_every_sample_once_and_follows_the_seed(kind):
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
     assert all(np.array_equal(a, b) for a, b in zip(parts, KINDS[kind](7, seed=3)))
     assert not np.array_equal(parts[0], KINDS[kind](7, seed=4)[0])
-    if kind != "dirichlet":
+    if kind not in ("dirichlet", "shards"):
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1  # 3000 = 7 * 428 + 4
+
+
+def test_shards_are_runs_of_sorted_labels():
+    """60 samples of three labels, 12 shards of five: each label has four of them.
+
+    A client of three shards has 5, 10 or 15 samples of a label, and some clients one label less."""
+    labels = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 20))
+    args = flags("--partition", "shards", "--shards", "3", "--clients", "4")
+    seen = set()
+    for seed in range(5):
+        args.data_seed = seed
+        parts = partitions.split(data_of(labels), args)
+        counts = np.array([np.bincount(labels[part], minlength=3) for part in parts])
+        assert (counts.sum(1) == 15).all() and (counts % 5 == 0).all()
+        seen.add(str(counts.tolist()))
+        places = np.flatnonzero(np.isin(np.argsort(labels, kind="stable"), parts[0]))
+        assert len({place // 5 for place in places}) > 3  # a shard is of any samples of its label
+    assert len(seen) == 5
+    assert flags("--partition", "shards").shards == 2
+
+
+def data_of(labels):
+    x = np.zeros((len(labels), 1, 2, 2), np.uint8)
+    return common.Data(x, labels, x, labels, int(labels.max()) + 1)
 
 
 def test_dirichlet_balancing_rule():

@@ -18,6 +18,7 @@ ENGINE = [  # what the engine does beside the method's steps
     "--persist-opt",
     "--server adam",
     "--server avgm",
+    "--server yogi",
     "--weighting uniform",
     "--clip 0.5 --lr-decay 0.5",
     "--local-steps 7",
