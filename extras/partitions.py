@@ -285,15 +285,15 @@ def personal_hits(fed, hits):
             raise UserError(f"client.state['personal']: the network has no such {odd[0]!r}")
         net = common.copy_net(fed.net)
         common.load_weights(net, weights | personal)
-        index, right = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.bool)
+        index, predicted = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.long)
         data = copy.copy(fed.data)  # which is not looked over again for each client
         data.x_test, data.y_test = (t[index.to(t.device)] for t in (data.x_test, data.y_test))
-        common.evaluate(net, data, fed.args, map, right)
-        return right
+        common.evaluate(net, data, fed.args, map, predicted)
+        return predicted == data.y_test.cpu()
 
     for test, right in zip(fed.tests, fed.map(own_hits, range(len(fed.tests)))):
         if right is not None:
-            found[torch.from_numpy(test)] = right.cpu()
+            found[torch.from_numpy(test)] = right
     return found
 
 

@@ -267,9 +267,9 @@ def state_of(folder, command):
     for flag, value in decisive_flags(flags).items():
         if recorded.get(flag, value) != value:
             refuse(folder, flag, recorded[flag], value)
-    for flag in ("client_test", "save_clients"):
-        if flags[flag] and not run.flags[flag]:
-            refuse(folder, flag, False, True)
+    for flag, least in ("client_test", False), ("save_clients", False), ("metric", "accuracy"):
+        if flags[flag] != least and run.flags[flag] == least:
+            refuse(folder, flag, least, flags[flag])
     if run.code:
         run_folder.check_same(folder, run.config, "code", run_folder.code_of(call.method))
     return "finished"

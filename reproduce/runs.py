@@ -11,7 +11,7 @@ import run_folder
 
 # Flags that may differ among the runs of a row: they do not decide the result, or only to rounding.
 MACHINE_FLAGS = common.FREE_ON_RESUME - {"rounds"} | set(
-    "device workers graph deterministic client_test".split()
+    "device workers graph deterministic client_test metric".split()
 )
 # Flags that make the setting; what else differs between rows names the method.
 SETTING_FLAGS = (

@@ -14,6 +14,7 @@ import common
 import run_folder
 import extras.glyphs
 import fedavg
+from extras import metrics
 
 
 def test_evaluate_counts_the_whole_test_set():
@@ -22,6 +23,52 @@ def test_evaluate_counts_the_whole_test_set():
     out = torch.cat([net(data.normalise(x[None])) for x in data.x_test])
     assert accuracy == pytest.approx(100 * (out.argmax(1) == data.y_test).double().mean().item())
     assert loss == pytest.approx(F.cross_entropy(out, data.y_test).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "y, predicted, balanced, f1",
+    [
+        # recalls 2/3, 0, 1; F1 2*2/(3+3), 0/(1+1), 2*1/(1+1); no class 3 anywhere
+        ([0, 0, 0, 1, 2], [0, 0, 1, 0, 2], 500 / 9, 500 / 9),
+        # class 3 is predicted alone: no recall, F1 0; class 1 is neither
+        ([0, 0, 2, 2], [0, 3, 2, 2], 75, 100 * (2 / 3 + 1 + 0) / 3),
+        ([1, 1], [1, 1], 100, 100),
+        ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0] * 10, 50, 100 * 18 / 19 / 2),  # accuracy 90
+    ],
+)
+def test_metrics_of_scikit_learn(y, predicted, balanced, f1):
+    found = metrics.readings(torch.tensor(y), torch.tensor(predicted), 4)
+    assert found["test_balanced_acc"] == pytest.approx(balanced)
+    assert found["test_macro_f1"] == pytest.approx(f1)
+
+
+def test_metrics_against_their_definitions():
+    """Class by class, from precision and recall, on random labels of which some are absent."""
+    rng = np.random.default_rng(0)
+    y, predicted = rng.integers(1, 8, 50), rng.integers(3, 12, 50)
+    recalls, scores = [], []
+    for c in sorted({*y, *predicted}):
+        tp = ((y == c) & (predicted == c)).sum()
+        recall = tp / max(1, (y == c).sum())
+        precision = tp / max(1, (predicted == c).sum())
+        recalls += [recall] if c in y else []
+        scores.append(2 * precision * recall / max(1e-9, precision + recall))
+    found = metrics.readings(torch.from_numpy(y), torch.from_numpy(predicted), 15)
+    assert found["test_balanced_acc"] == pytest.approx(100 * np.mean(recalls))
+    assert found["test_macro_f1"] == pytest.approx(100 * np.mean(scores))
+
+
+@pytest.mark.parametrize("more", [[], ["--plain"]])
+def test_metric_all_is_of_the_evaluated_network(tmp_path, more):
+    argv = ["--metric", "all", "--eval-every", "2", "--client-test", "--lr", "0.1"]
+    net, rows = fedavg.main([*TINY, *argv, *more, "--out", str(tmp_path / "run")])
+    names = {"test_balanced_acc", "test_macro_f1"}
+    assert not names & rows[0].keys() and names < rows[1].keys()
+    data = extras.glyphs.glyphs()
+    predicted = net.eval()(data.normalise(data.x_test)).argmax(1)
+    found = metrics.readings(data.y_test, predicted, 62)
+    assert {k: rows[1][k] for k in names} == pytest.approx(found)
+    assert 0 < found["test_balanced_acc"] != pytest.approx(rows[1]["test_acc"])
 
 
 def test_summary():
@@ -74,7 +121,7 @@ def test_validation_picks_the_best(tmp_path, monkeypatch):
     scores = {200: iter([(1.0, 9.0), (3.0, 9.0), (2.0, 9.0)]), 60: iter([(7.0, 8.0), (5.0, 8.0)])}
     evaluated = []
 
-    def evaluate(net, data, args, pool_map=map, hits=None):
+    def evaluate(net, data, args, pool_map=map, predicted=None):
         evaluated.append((data.x_test, data.y_test, [v.clone() for v in net.parameters()]))
         return next(scores[len(data.y_test)], (6.0, 8.0))
 
