@@ -56,7 +56,7 @@ moon --frozen-mode train; fedcka --similarity-metric kernel-cka; scaffold --opti
 scaffold --correction gradient; fedmlb --dyn-alpha 0.1; fedmlb --direction global-local;
 rfedavg --variant rfedavg; rfedavg_code --variant rfedavg; fedntd --weighting-rule sum;
 qfedavg --h rfedavg; stochdepth --rule code; gradaug --widths paper --subnets 1;
-gradaug --subnets 4; fedalign --lip-scale none --lip-input full; fednova"""
+gradaug --subnets 4; fedalign --lip-scale none --lip-input full; fednova; ditto; fedper; fedbn"""
 NETWORKS = """fedavg --model resnet18-gn; fedavg --model vgg9; fedavg --model mobilenet;
 fedavg --model shufflenet; fedavg --model squeezenet; fedavg --model cnn --persist-opt;
 fedavg --model cnn --augment rotate10,crop,flip; fedavg --model resnet56 --clip 1 --momentum 0;

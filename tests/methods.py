@@ -29,6 +29,9 @@ METHODS = {  # script: most code lines that it may change against fedavg.py
     "rfedavg_dp": 42,
     "rfedavg_code": 47,
     "qfedavg": 34,
+    "ditto": 11,
+    "fedper": 13,
+    "fedbn": 18,
 }
 OFF = {  # flags that switch a method off; the others have none, or round differently
     "fedavg": [],
@@ -48,6 +51,7 @@ OFF = {  # flags that switch a method off; the others have none, or round differ
     "rfedavg": ["--lam", "0"],
     "rfedavg_dp": ["--lam", "0"],
     "rfedavg_code": ["--lam", "0"],
+    "ditto": [],  # whose global network is FedAvg's
 }
 RESNET = [
     *"--model resnet56 --local-steps 2 --clients 2 --batch-size 16".split(),
@@ -73,9 +77,11 @@ VARIANTS = [  # each script, and its variants with a code path of their own
 
 
 def needed(name, argv=()):
-    """Return the flags without which a script does not run: residual blocks, a norm to clip to."""
+    """Return the flags without which a script does not run: some blocks, a norm to clip to."""
     if name == "stochdepth" and "--model" not in argv:
         return RESNET
+    if name == "fedbn" and "--model" not in argv:
+        return ["--model", "resnet8"]
     if name == "rfedavg_dp" and "--noise-clip" not in argv:
         return ["--noise-clip", "1"]
     return []

@@ -13,16 +13,17 @@ def test_trains(tmp_path, name):
     """Three rounds change the weights, otherwise than FedAvg's.
 
     A client's last model and the server's memory act from the second round on."""
-    flags = [*(RESNET if name == "stochdepth" else []), "--rounds", "3", "--weighting", "uniform"]
+    flags = needed(name) if name in ("stochdepth", "fedbn") else []
+    flags = [*flags, "--rounds", "3", "--weighting", "uniform"]
     flags += ["--projection", "256"] if name == "moon" else []
     weights, rows = final(name, tmp_path / "on", *flags)
     assert len(rows) == 3
     assert all(v.isfinite().all() for v in weights.values())
-    assert same(weights, plain_final(tmp_path / "plain", *flags)) == (name == "fedavg")
+    assert same(weights, plain_final(tmp_path / "plain", *flags)) == (name in ("fedavg", "ditto"))
 
 
 # of the resnet: methods that might touch batch norm
-ON_RESNET = "stochdepth gradaug fedalign fedcka fedmlb mixup rfedavg rfedavg_code rfedavg_dp"
+ON_RESNET = "stochdepth gradaug fedalign fedcka fedmlb mixup rfedavg rfedavg_code rfedavg_dp ditto"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ def test_defaults_are_the_papers():
     assert (seen["feddyn"].dyn_alpha, seen["feddyn"].weighting) == (0.1, "uniform")
     assert (seen["qfedavg"].q, seen["fedkd"].gamma, seen["fitnet"].gamma) == (1, 0.2, 1)
     assert {seen[name].lam for name in ("rfedavg", "rfedavg_code", "rfedavg_dp")} == {1e-4}
+    assert seen["ditto"].lam == 1
     assert seen["rfedavg"].variant == seen["rfedavg_code"].variant == "rfedavg+"
 
 
@@ -112,6 +114,7 @@ def test_defaults_that_follow_other_flags():
         ("fedmlb", "--pathways 1,x", "--pathways"),
         ("stochdepth", "", "--model"),
         ("stochdepth", "--keep 1", "--model"),
+        ("fedbn", "", "--model cnn: no batch norm"),
         ("fedkd", "--gamma 3", "--gamma"),
         ("fedntd", "--ntd-beta 3", "--ntd-beta"),
         ("rfedavg_dp", "--noise 1", "--noise-clip"),
@@ -135,6 +138,7 @@ def test_bad_method_flags(tmp_path, capsys, name, argv, word):
         ("fedcka", 1, 1),
         ("fedmlb", 1, 1),
         ("feddyn", 1, 1),
+        ("ditto", 1, 1),
         ("fitnet", 1, 1),
         ("scaffold", 2, 2),
         ("fedgkd", 2, 1),

@@ -1,14 +1,25 @@
-"""Personal models: the docs' FedPer and Ditto, their accuracies by client, bytes of a part."""
-
-import importlib
-import sys
+"""Personal models: FedPer, FedBN and Ditto, their accuracies by client, bytes of a part."""
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import TINY, flags, plainly, same
-from test_docs import ROOT, write_scripts
+from conftest import TINY, args_of, flags, same
+from hand import (
+    batch,
+    begin,
+    check_step,
+    close,
+    finish,
+    mean_loss,
+    moved_network,
+    normed_network,
+    perturb,
+    received_of,
+    state_of,
+    twins,
+    two_networks,
+)
+from methods import SCRIPTS, needed
 
 import common
 import engine
@@ -20,29 +31,15 @@ from extras import partitions
 WORDS = [*TINY, "--rounds", "3", "--sample", "0.5", "--local-steps", "4"]
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory):
-    """Return the scripts of docs/personal.md, {name: module}."""
-    folder = tmp_path_factory.mktemp("scripts")
-    write_scripts(ROOT / "docs" / "personal.md", folder)
-    sys.path.insert(0, str(folder))
-    try:
-        return {name: importlib.import_module(name) for name in ("fedper", "ditto")}
-    finally:
-        sys.path.remove(str(folder))
+NAMES = ["fedper", "ditto", "fedbn"]
 
 
-@pytest.mark.parametrize("name", ["fedper", "ditto"])
-def test_engine_and_resume(tmp_path, monkeypatch, scripts, name):
-    """plainly() and a resumed run end with the same weights, clients' own included."""
-    monkeypatch.setattr(common, "CORES", 1)  # sums inside operators depend on threads
-    main = scripts[name].main
-    net, rows = main([*WORDS, "--client-test", "--workers", "1", "--out", str(tmp_path / "a")])
-    assert same(net.state_dict(), main(WORDS, run=plainly)[0].state_dict())
-    cut = ["--client-test", "--workers", "1", "--out", str(tmp_path / "b")]
-    main([*WORDS, *cut, "--rounds", "2"])
-    again, resumed = main(["--out", str(tmp_path / "b"), "--resume", "--rounds", "3"])
-    assert same(net.state_dict(), again.state_dict())
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_keeps_the_clients_accuracies(tmp_path, name):
+    words = [*WORDS, *needed(name), "--client-test", "--workers", "1"]
+    _, rows = SCRIPTS[name].main([*words, "--out", str(tmp_path / "a")])
+    SCRIPTS[name].main([*words, "--out", str(tmp_path / "b"), "--rounds", "2"])
+    _, resumed = SCRIPTS[name].main(["--out", str(tmp_path / "b"), "--resume", "--rounds", "3"])
     assert resumed[-1]["personal_acc"] == rows[-1]["personal_acc"]
 
 
@@ -52,12 +49,22 @@ def states_of(out):
     return {k: run_folder.load(out / "states" / f"{k}-{t}.pt") for k, t, _ in table.tolist()}
 
 
-@pytest.mark.parametrize("name", ["fedper", "ditto"])
-def test_accuracies_are_of_each_client_s_own_network(tmp_path, scripts, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_accuracies_are_of_each_client_s_own_network(tmp_path, name):
     """By a loop of our own over the run's files; of four clients one has never taken part."""
     out = tmp_path / "run"
-    words = [*WORDS, "--seed", "5", "--rounds", "2", "--client-test", "--out", str(out)]
-    net, rows = scripts[name].main(words)
+    words = [
+        *WORDS,
+        *needed(name),
+        "--seed",
+        "5",
+        "--rounds",
+        "2",
+        "--client-test",
+        "--out",
+        str(out),
+    ]
+    net, rows = SCRIPTS[name].main(words)
     args, data, states = flags(*words), extras.glyphs.glyphs(), states_of(out)
     assert len(states) == 3
     tests = partitions.client_test_indices(data, common.partition(data, args), args)
@@ -91,78 +98,81 @@ def test_summary_lists_all_clients():
     assert (found["x_mean"], found["x_std"], found["x_var"]) == (75, 25, 625)
 
 
-def test_fedper_trains_heads_apart(tmp_path, scripts):
-    """The server's head stays as drawn; the clients' differ; bytes are those of the body."""
-    out = tmp_path / "run"
-    net, rows = scripts["fedper"].main([*TINY, "--out", str(out)])
-    weights, drawn = (
-        net.state_dict(),
-        common.prepare_net(extras.glyphs.glyphs(), flags()).state_dict(),
+def test_ditto_step_by_hand():
+    """The global network's step is FedAvg's; v moves by -lr (grad F(v) + lam (v - w))."""
+    personal = state_of(moved_network(0.1, seed=4))
+    worker, step, generator, client, _, w = begin(
+        "ditto", ["--lam", "0.7"], state={"personal": personal}
     )
-    head = scripts["fedper"].head(net)
-    assert list(head) == ["classifier.weight", "classifier.bias"]
-    for name in weights:
-        assert torch.equal(weights[name], drawn[name]) == (name in head), name
-    states = states_of(out)
-    assert all(state["personal"].keys() == head.keys() for state in states.values())
-    kept = [state["personal"]["classifier.bias"] for state in states.values()]
-    assert not any(torch.equal(a, b) for a in kept for b in kept if a is not b)
-    body = common.nbytes(weights) - common.nbytes(head)
-    assert {row["bytes_up"] for row in rows} == {row["bytes_down"] for row in rows} == {4 * body}
+    x, y = batch()
+    twin, own = twins(worker, personal)
+    v = dict(own.named_parameters())
+    grads = torch.autograd.grad(mean_loss(own, x, y), list(v.values()))
+    expected = [p - 0.1 * (g + 0.7 * (p - w[k])) for (k, p), g in zip(v.items(), grads)]
+    check_step(worker, step, x, y, twin, mean_loss(twin, x, y))
+    finish(generator)
+    assert close([client.state["personal"][k] for k in v], expected)
+    assert client.bytes_up == client.bytes_down == 0  # beside the model
 
 
-def test_ditto_leaves_fedavg_alone(tmp_path, scripts):
-    net, _ = scripts["ditto"].main([*TINY, "--lam", "3", "--out", str(tmp_path / "a")])
-    assert same(
-        net.state_dict(), fedavg.main([*TINY, "--out", str(tmp_path / "b")])[0].state_dict()
-    )
-
-
-def ditto_worker(scripts, state, *argv):
-    """Return a worker on glyphs, Ditto's step, its generator and the client."""
-    args = scripts["ditto"].main([*TINY, *argv], run=lambda args, *_: args)
-    data = extras.glyphs.glyphs()
-    torch.manual_seed(0)
-    worker = engine.Worker(common.build_net("cnn", 62), data, args, 8)
-    client = common.Client(0, np.arange(40), state)
-    worker._begin(client, {"round": 1}, worker.global_net.state_dict())
-    generator = scripts["ditto"].local_update(worker, client, {}, args)
-    return worker, next(generator), generator, client
-
-
-def test_ditto_step_by_hand(scripts):
-    """v - lr (grad + lam (v - w)) in float64, from a client's own v."""
-    torch.manual_seed(1)
-    personal = common.build_net("cnn", 62).state_dict()
-    argv = "--lam 0.7 --lr 0.05".split()
-    worker, step, generator, client = ditto_worker(scripts, {"personal": personal}, *argv)
-    data = worker.data
-    x, y = data.normalise(data.x[:8]), data.y[:8]
-    own = common.build_net("cnn", 62).double()
-    own.load_state_dict(personal)
-    gradient = torch.autograd.grad(F.cross_entropy(own(x.double()), y), list(own.parameters()))
-    w = worker.global_net.double().parameters()
-    with torch.no_grad():
-        expected = [
-            v - 0.05 * (g + 0.7 * (v - a)) for v, g, a in zip(own.parameters(), gradient, w)
-        ]
-    worker.global_net.float()
+def test_ditto_begins_at_w():
+    """Without a state v is w, from which there is no pull."""
+    worker, step, generator, client, _, w = begin("ditto", ["--lam", "9"])
+    x, y = batch()
+    _, own = twins(worker, w)
+    grads = torch.autograd.grad(mean_loss(own, x, y), list(own.parameters()))
     step(x, y)
-    next(generator, None)
-    found = [client.state["personal"][name] for name, _ in own.named_parameters()]
-    for a, b in zip(found, expected):
-        assert torch.allclose(a.double(), b, atol=1e-6)
-    assert not torch.allclose(found[0], personal["conv1.0.weight"], atol=1e-4)
+    finish(generator)
+    expected = [p - 0.1 * g for p, g in zip(own.parameters(), grads)]  # v - w is 0
+    assert close([client.state["personal"][k] for k, _ in own.named_parameters()], expected)
 
 
-def test_a_warm_up_is_taken_back_from_a_network_in_training(scripts, capsys):
-    """Without a GPU the capture fails behind its three steps; Ditto's v is then put back too."""
+@pytest.mark.parametrize("name, kept", [("fedper", "3."), ("fedbn", ".1.")])
+def test_what_stays_at_home(name, kept):
+    """A client trains its own part and the global rest, and sends the rest.
+
+    normed_network(): batch norm is the second layer of its two blocks, the classifier is 3."""
+    other = normed_network()
+    perturb(other, 0.3)
+    for v in other.buffers():
+        v.add_(1)
+    net = normed_network()
+    mine = {k: v.double() if v.is_floating_point() else v for k, v in state_of(other).items()}
+    mine = {k: v for k, v in mine.items() if kept in k}
+    assert len(mine) == (2 if name == "fedper" else 10)
+    worker, step, generator, client, args, w = begin(name, net=net, state={"personal": mine})
+    for k, v in state_of(net).items():
+        assert torch.equal(w[k], mine[k] if k in mine else v), k
+    x, y = batch()
+    twin, _ = twins(worker, w)
+    check_step(worker, step, x, y, twin, mean_loss(twin, x, y))
+    finish(generator)
+    ends = state_of(worker.net)
+    assert client.state["personal"].keys() == mine.keys()
+    assert all(torch.equal(client.state["personal"][k], ends[k]) for k in mine)
+    rest = common.nbytes(ends) - common.nbytes(mine)
+    assert client.model == {"up": rest, "down": rest}
+    before = state_of(net)
+    received = received_of(net, (2, -4), (0.75, 0.25))
+    SCRIPTS[name].aggregate(net, received, {}, args)
+    for k, v in net.state_dict().items():
+        if v.is_floating_point():
+            expected = before[k] if k in mine else before[k] + 0.5
+            assert torch.allclose(v, expected, rtol=1e-12, atol=1e-12), k
+
+
+def test_a_warm_up_is_taken_back_from_a_network_in_training(capsys):
+    """Without a GPU the capture fails after its three steps; Ditto's v is then put back too."""
     ends = []
     for cuda in (True, False):
-        worker, step, generator, client = ditto_worker(scripts, {}, "--epochs", "1")
-        worker.cuda = cuda
+        args = args_of(SCRIPTS["ditto"], *TINY)
+        worker = engine.Worker(two_networks(), extras.glyphs.glyphs(), args, 8)
+        client = common.Client(0, np.arange(40), {})
+        worker._begin(client, {"round": 1}, worker.global_net.state_dict())
+        generator = SCRIPTS["ditto"].local_update(worker, client, {}, args)
+        step, worker.cuda = next(generator), cuda
         worker._graphed(32, worker._step, (step, 32)) if cuda else worker._step(step, 32)
-        next(generator, None)
+        finish(generator)
         ends.append(client.state["personal"])
     assert same(*ends)
 
@@ -214,13 +224,13 @@ def test_weights_that_are_not_the_network_s(tmp_path, personal, words):
         common.run(args, local_update)
 
 
-def test_data_are_not_looked_over_for_each_client(tmp_path, monkeypatch, scripts):
+def test_data_are_not_looked_over_for_each_client(tmp_path, monkeypatch):
     looks, check = [], common.Data._check
     monkeypatch.setattr(common.Data, "_check", lambda data: looks.append(1) or check(data))
     counts = []
     for rounds in ("1", "2"):
         looks.clear()
         words = ["--rounds", rounds, "--local-steps", "1", "--out", str(tmp_path / rounds)]
-        scripts["fedper"].main([*TINY, "--client-test", *words])
+        SCRIPTS["fedper"].main([*TINY, "--client-test", *words])
         counts.append(len(looks))
     assert counts[0] == counts[1]

@@ -292,6 +292,8 @@ TEXT_METHODS = [
     ["fitnet"],
     ["fedntd"],
     ["fedgkd"],
+    ["fedper"],
+    ["ditto"],
     ["fedmlb"],
     ["fedmlb", "--direction", "global-local"],
 ]
