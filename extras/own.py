@@ -41,6 +41,14 @@ def words(parser, values):
     return found
 
 
+def numbered(writers, writers_test=None):
+    """Return arrays of names, of which the second may be None, as numbers in the names' order."""
+    names = np.concatenate([writers, [] if writers_test is None else writers_test])
+    number = np.unique(names, return_inverse=True)[1]
+    n = len(writers)
+    return number[:n], None if writers_test is None else number[n:]
+
+
 def data_of(train, test):
     """Return a Data of two map-style data sets, which give (x, y) by their index.
 

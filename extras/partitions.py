@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import json
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -236,6 +237,11 @@ def client_test_indices(data, parts, args):
         groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
         tests = _indices_by_writer(groups, data.writers_test)
     else:
+        if args.partition == "natural" and not args.quiet:
+            line = (
+                "--client-test: nothing says whose the test samples are (writers_test); each client"
+            )
+            print(f"{line} is tested on its share of each class", file=sys.stderr)
         labels = data.y_test.numpy()
         rng = seeded_rng("client-test", args.data_seed)
         owner = np.full(len(labels), len(parts))

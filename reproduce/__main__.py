@@ -115,6 +115,9 @@ def make_plan(args, extra):
     if "table" not in args:
         plan = jobs.scripts_plan(args, extra)
     else:
+        if extra and jobs.is_script(args.paper.lower()):
+            why = f"not of a paper's table; {args.paper.lower()}.py is the script"
+            raise common.UserError(f"argument {extra[0]}: {why}")
         if extra:
             raise common.UserError(f"unrecognized arguments: {' '.join(extra)}")
         if args.sweep:

@@ -237,6 +237,16 @@ def test_unknown_flags_suggest_the_nearest(capsys, argv, meant):
     refused(capsys, fedprox, argv.split(), f"arguments: {word}", f"did you mean {meant}?")
 
 
+@pytest.mark.parametrize(
+    "flag, scripts", [("--keep", "stochdepth.py"), ("--dyn_alpha", "feddyn.py, fedmlb.py")]
+)
+def test_a_flag_of_another_script_names_it(capsys, flag, scripts):
+    line = f"{flag.replace('_', '-')} is a flag of {scripts}\n"
+    with pytest.raises(SystemExit):
+        from_shell(fedavg, [flag, "0.1"])
+    assert capsys.readouterr().err.endswith(line)
+
+
 def test_nothing_is_suggested_where_nothing_is_near(capsys):
     with pytest.raises(SystemExit):
         from_shell(fedavg, ["--xyzzy", "a"])

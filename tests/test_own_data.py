@@ -1,7 +1,9 @@
 """Own data: tensors of any shape, map-style data sets, folders of images with clients."""
 
+import dataclasses
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -32,6 +34,75 @@ def trained(tmp_path, data, net, *argv, script=fedavg, name="run"):
     run = functools.partial(common.run, data=data, net=net)
     words = [*BARE, "--partition", "iid", "--out", str(tmp_path / name), *argv]
     return script.main(words, run=run)
+
+
+def said(capsys, tmp_path, data, net, *argv):
+    """Return the standard output and error of a run of own data that is not quiet."""
+    words = [word for word in BARE if word != "--quiet"]
+    run = functools.partial(common.run, data=data, net=net)
+    fedavg.main([*words, "--rounds", "1", "--out", str(tmp_path / "run"), *argv], run=run)
+    shutil.rmtree(tmp_path / "run")
+    return capsys.readouterr()
+
+
+def linear():
+    return nn.Sequential(nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    "net, words",
+    [
+        (lambda: nn.Sequential(*linear(), nn.ReLU()), "net: ends in ReLU; leave it out"),
+        (lambda: nn.Sequential(nn.Sequential(*linear(), nn.Softmax(1))), "ends in Softmax"),
+        (linear, ""),
+    ],
+)
+def test_a_network_that_gives_no_logits_is_told(capsys, tmp_path, net, words):
+    err = said(capsys, tmp_path, tables(), net(), "--partition", "iid").err
+    assert words in err and ("ends in" in err) == bool(words)
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e6])
+def test_a_run_that_diverged_says_so(capsys, tmp_path, lr):
+    """Its loss is finite, so that nothing else stops it."""
+    argv = ["--partition", "iid", "--lr", str(lr), "--momentum", "0", "--weight-decay", "0"]
+    for more in ([], ["--plain"]):
+        *_, line = said(capsys, tmp_path, tables(), linear(), *argv, *more).out.splitlines()
+        assert ("diverged to a test loss of " in line) == (lr > 1)
+
+
+def test_a_single_class_is_refused(tmp_path, capsys):
+    root = make_folder(tmp_path / "data", classes=("ape",))
+    refused(capsys, fedavg, [*TINY, "--dataset", "folder", "--data-dir", root], "one class alone")
+
+
+def test_writers_by_name(capsys, tmp_path):
+    """Clients of names are those of numbers in the names' order, test samples included.
+
+    Without writers_test= a line says that client_acc is not of the clients' own samples."""
+    names, more = np.array(["cy", "ann", "bob", "dee"])[np.arange(80) % 4], []
+    clients = ["--partition", "natural", "--client-test"]
+    data = tables()
+    for writers in (names, np.array([2, 0, 1, 3])[np.arange(80) % 4], names.tolist()):
+        own_data = dataclasses.replace(data, writers=writers, writers_test=writers[:40])
+        torch.manual_seed(0)
+        args = flags(*clients)
+        parts = common.partition(own_data, args)
+        more.append([*parts, *partitions.client_test_indices(own_data, parts, args)])
+        assert len(set(own_data.writers[parts[0]])) == 1
+    for same_parts in zip(*more):
+        assert all(np.array_equal(part, same_parts[0]) for part in same_parts)
+    assert "share" not in said(capsys, tmp_path, own_data, linear(), *clients).err
+    data = dataclasses.replace(data, writers=names)
+    line = "nothing says whose the test samples are (writers_test)"
+    assert said(capsys, tmp_path, data, linear(), *clients).err.count(line) == 1
+    assert line not in said(capsys, tmp_path, data, linear(), *clients[2:]).err
+
+
+def test_a_name_is_part_of_the_run_folder_s(tmp_path):
+    data = tables()
+    named = dataclasses.replace(data, name="heart")
+    assert digest_of(named) == digest_of(data).replace("own-", "own-heart-")
 
 
 # --- tensors
@@ -111,7 +182,7 @@ X = torch.zeros(6, 4)
         ((X, Y, X[:, :3], Y), "x_test is [6, 3] torch.float32, and x [6, 4] torch.float32; only"),
         ((X, Y, X.byte(), Y), "x_test is [6, 4] torch.uint8, and x [6, 4] torch.float32; only"),
         ((X > 0, Y, X > 0, Y), "x holds bools, and not finite numbers alone"),
-        ((X / 0, Y, X, Y), "x holds NaN or infinity"),
+        ((torch.cat([X[:2], X[2:] / 0]), Y, X, Y), "x holds NaN or infinity, as in [2]"),
         ((X, Y, X + float("inf"), Y), "x_test holds NaN or infinity"),
     ],
 )
