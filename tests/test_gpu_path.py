@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import TINY, args_of, flags
 from runs import write_config
+from virtual_gpu import machine
 
 import common
 import engine
@@ -27,25 +28,6 @@ def tiny_worker(*argv):
     client = common.Client(0, np.arange(40), {})
     worker._begin(client, {"round": 1}, net.state_dict())
     return worker, next(fedavg.local_update(worker, client, {}, args))
-
-
-def test_a_step_that_cannot_be_captured_runs_without(capsys):
-    """CUDAGraph() raises without a GPU: the step's state is put back, and one line says why."""
-    worker, step = tiny_worker()
-    before = {k: v.clone() for k, v in worker.net.state_dict().items()}
-    worker.cuda = True
-    worker._graphed(32, worker._step, (step, 32))
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
-    assert err.startswith("test.py: its step cannot be a CUDA graph")
-    assert worker.args.capture is False
-    assert worker.graphs == {}
-    assert worker.t.item() == 1  # one eager step, after the warm-up was taken back
-    plain, step = tiny_worker()
-    plain._step(step, 32)
-    after = worker.net.state_dict()
-    assert all(torch.equal(after[k], v) for k, v in plain.net.state_dict().items())
-    assert not all(torch.equal(after[k], v) for k, v in before.items())
 
 
 def test_a_run_notes_that_it_has_no_graphs(tmp_path):
@@ -68,7 +50,7 @@ def test_a_run_notes_that_it_has_no_graphs(tmp_path):
     assert json.loads((out / "config.json").read_text())["graph"] is False
 
 
-def test_a_full_memory_means_fewer_workers(monkeypatch):
+def test_a_full_memory_means_fewer_workers():
     """Room for five by the first one's size, and the third more is refused: three work."""
     built = []
 
@@ -78,11 +60,9 @@ def test_a_full_memory_means_fewer_workers(monkeypatch):
         built.append(object())
         return built[-1]
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 100)
     pool = engine.Pool(build, torch.device("cpu"), 0, 1)
-    assert len(pool._grow(9)) == 2  # 0.8 * 500 / 100 = 4 more were tried
+    with machine(memory=(500, 1000), reserved=100):
+        assert len(pool._grow(9)) == 2  # 0.8 * 500 / 100 = 4 more were tried
     assert len(pool.workers) == 3
     assert pool.grow is False
 
@@ -129,13 +109,13 @@ def test_evaluation_batches_follow_the_pixels(shape, dtype, cuda, size):
     assert seen == [size] * (2100 // size) + [2100 % size] * (2100 % size > 0)
 
 
-def test_settings_of_cuda(monkeypatch):
+def test_settings_of_cuda():
     """cuBLAS is set when common.py is imported; TF32 is the default on a GPU alone."""
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
     assert args_of(fedavg, "--device", "cpu").precision == "fp32"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert args_of(fedavg, "--device", "cuda").precision == "tf32"
-    assert args_of(fedavg, "--device", "cuda", "--precision", "fp32").precision == "fp32"
+    with machine():
+        assert args_of(fedavg, "--device", "cuda").precision == "tf32"
+        assert args_of(fedavg, "--device", "cuda", "--precision", "fp32").precision == "fp32"
 
 
 def test_vgg9_pools_only_what_is_larger():

@@ -11,6 +11,7 @@ import torch
 from conftest import same
 from methods import final, needed
 from runs import equal, rows_of
+from virtual_gpu import machine
 
 import common
 import engine
@@ -70,12 +71,13 @@ def test_streams_wait_for_a_slow_client(slow):
 class Full:
     """A GPU's pool whose added workers, all but the first few, find the memory full."""
 
-    def __init__(self, monkeypatch, fit, when=0):
+    def __init__(self, fit, when=0):
         self.pool, self.begun, self.fit, self.when = pool_of(1), [], fit, when
         self.pool.build, self.pool.grow = object, True
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 100))
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda *_: 10)
+
+    def train(self, clients):
+        with machine(memory=(100, 100), reserved=10):
+            return [client for client in self.pool.train(clients, self.start) if client is not None]
 
     def start(self, worker, client):
         self.begun.append((worker, client))
@@ -89,11 +91,10 @@ class Full:
 
 
 @pytest.mark.parametrize("fit", [0, 2, 7])
-def test_workers_that_do_not_fit_are_dropped(monkeypatch, fit):
+def test_workers_that_do_not_fit_are_dropped(fit):
     """Their clients begin anew with others; what comes out is in order and whole."""
-    full = Full(monkeypatch, fit)
-    trained = full.pool.train(range(40), full.start)
-    assert [client for client in trained if client is not None] == list(range(40))
+    full = Full(fit)
+    assert full.train(range(40)) == list(range(40))
     workers = full.pool.workers
     assert len(workers) == 1 + fit
     clients = [client for worker, client in full.begun if worker in workers]
@@ -102,11 +103,11 @@ def test_workers_that_do_not_fit_are_dropped(monkeypatch, fit):
     assert not torch.backends.cudnn.benchmark
 
 
-def test_a_full_memory_later_ends_the_run(monkeypatch):
+def test_a_full_memory_later_ends_the_run():
     """Where a worker has trained: its client's state may have moved."""
-    full = Full(monkeypatch, 3, when=1)
+    full = Full(3, when=1)
     with pytest.raises(torch.OutOfMemoryError):
-        list(full.pool.train(range(40), full.start))
+        full.train(range(40))
     torch.backends.cudnn.benchmark = False
 
 
