@@ -432,8 +432,6 @@ def machine(**options):
         "CUDAGraph": CUDAGraph,
         "synchronize": synchronize,
         "device_count": lambda: 1,
-        "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: gpu.capture is not None,
         "get_device_name": lambda device=None: "virtual",
         "mem_get_info": lambda device=None: gpu.memory,
         "max_memory_reserved": lambda device=None: gpu.reserved,
@@ -538,7 +536,7 @@ SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; moon --workers au
 gradaug --workers 2 --rounds 1; fedavg --augment rotate10,crop,flip --clip 1 --momentum 0;
 fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt; fedavg --precision bf16;
 fedavg --local-steps 24 --clients 3; fedavg --no-graph; fedavg --plain; resume rfedavg;
-resume feddyn; text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0; text moon""")
+resume feddyn; given fedavg; text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0; text moon""")
 CASES = SUITE + [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
 CASES.remove("stochdepth  --model cnn")
 CASES += [f"fedavg --model {net}" for net in [*common.NETS, *common.EXTRA_NETS] if net != "lstm"]
