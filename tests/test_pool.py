@@ -103,9 +103,12 @@ def test_workers_that_do_not_fit_are_dropped(fit):
     assert not torch.backends.cudnn.benchmark
 
 
-def test_a_full_memory_later_ends_the_run():
-    """Where a worker has trained: its client's state may have moved."""
+def test_a_full_memory_later_means_fewer_workers_too():
+    """A graph may be captured at any batch; the run ends where the last worker finds no room."""
     full = Full(3, when=1)
+    assert full.train(range(40)) == list(range(40))
+    assert len(full.pool.workers) == 4
+    full = Full(-1, when=2)
     with pytest.raises(torch.OutOfMemoryError):
         full.train(range(40))
     torch.backends.cudnn.benchmark = False
