@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import virtual_gpu
 from methods import ROOT
 from virtual_gpu import SUITE, compare, machine, train
@@ -55,6 +56,7 @@ BACK = "torch.cuda.current_stream(self.device).wait_stream(self.stream)"
         ("engine", WAIT, "pass", "race"),
         ("engine", BACK, "pass", "race"),
         ("engine", 'group["lr"].fill_(self.lr)', 'group["lr"] = self.lr', "weights"),
+        ("engine", "torch._foreach_copy_(state, before)", "pass", "weights"),
         ("gradaug", "opt.zero_grad(set_to_none=False)", "opt.zero_grad()", "weights"),
     ],
 )
@@ -74,6 +76,71 @@ def test_a_step_that_cannot_be_captured_runs_without(monkeypatch):
         "fedavg.py",
         "no graph was replayed",
     ]
+
+
+LINE = "fedavg.py: its step cannot be a CUDA graph, so it runs without: a replay does not do"
+
+
+@pytest.mark.parametrize("changes", ["client.id", "server['round']"])
+def test_a_graph_that_keeps_what_changes_is_let_go(monkeypatch, changes):
+    """It is compared when it is new, for another client and in another round: there is one line,
+    and the weights are those of the CPU."""
+    plant(monkeypatch, "fedavg", OUT, OUT.replace("x)", f"x) * (1 + {changes})"))
+    problems = compare("fedavg --model cnn --rounds 3")
+    assert [problem[: len(LINE)] for problem in problems] == [LINE]
+
+
+def test_a_graph_that_does_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(virtual_gpu.CUDAGraph, "replay", lambda self: None)
+    line, none = compare("fedavg --model cnn")
+    assert (line[: len(LINE)], none) == (LINE, "no graph was replayed")
+
+
+def test_what_parts_return_outlives_other_parts(monkeypatch):
+    """b's mean is read after a, whose graph is the older one and may write where b's has lain."""
+
+    def local_update(worker, client, server, args):
+        net, opt = worker.net, worker.opt
+        worker.variants = [("a",), ("b", "a"), ("b", "a"), ("a",)][: len(worker.sizes)]
+
+        def a(x, y):
+            opt.zero_grad(set_to_none=False)
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        def b(x):
+            return (x * 2).mean((1, 2, 3), keepdim=True)
+
+        def step(x, y):
+            means = [worker.segment(b, x) for _ in worker.variant[1:]]
+            loss = worker.segment(a, x, y)
+            for p in net.parameters():
+                p.grad.add_(sum(mean.mean() for mean in means))
+            worker.segment(opt.step)
+            return loss
+
+        yield step
+
+    monkeypatch.setattr(sys.modules["fedavg"], "local_update", local_update)
+    assert compare("fedavg --model cnn") == []
+
+
+def test_a_thread_may_ask_the_gpu_during_a_capture(tmp_path, capsys):
+    """As that of NCCL does under torchrun."""
+    with machine() as gpu:
+        gpu.watched = True
+        train("fedavg --model cnn", "cuda", tmp_path / "run")
+    assert gpu.replays > 0
+    assert capsys.readouterr().err == ""
+
+
+def test_gradients_of_the_proximal_term_carry_no_graph():
+    """It would keep nodes of one stream alive in the next step."""
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    common.add_proximal(net, [torch.zeros(2, 2), torch.zeros(2)], 1.0)
+    assert not any(p.grad.requires_grad for p in net.parameters())
 
 
 @pytest.fixture
