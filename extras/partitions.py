@@ -299,7 +299,7 @@ def personal_hits(fed, hits):
 
     for test, right in zip(fed.tests, fed.map(own_hits, range(len(fed.tests)))):
         if right is not None:
-            found[torch.from_numpy(test)] = right
+            found[torch.from_numpy(test)] = right.cpu()  # ranks return it on their device
     return found
 
 
