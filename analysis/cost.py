@@ -253,10 +253,9 @@ def main(argv=None):
     """Count a method's cost, print it, and return what is printed as a dict."""
     usage = "python -m analysis.cost SCRIPT [--draws N] [flags of the script]"
     parser = common.PlainParser(__doc__, prog="analysis/cost.py", usage=usage)
-    parser.add_argument("script", metavar="SCRIPT", help="a method's script, such as moon")
-    parser.add_argument(
-        "--draws", type=common.COUNT, default=1000, help="steps over which drawn sizes are averaged"
-    )
+    add, draws = parser.add_argument, "steps over which drawn sizes are averaged"
+    add("script", metavar="SCRIPT", help="a method's script, such as moon")
+    add("--draws", type=common.COUNT, default=1000, help=draws)
     args, flags = parser.parse_known_args(argv)
     script = args.script.removesuffix(".py")
     with common.one_line_errors("analysis/cost"):

@@ -68,9 +68,8 @@ def select_samples(run, client, args):
     index = np.concatenate(run.parts) if args.of == "all" else run.parts[client]
     index = np.sort(index[np.isin(labels[index], args.classes)])
     if len(index) < 2:
-        raise common.UserError(
-            f"argument --classes: client {client} has {len(index)} samples of them; try --of all"
-        )
+        why = f"client {client} has {len(index)} samples of them; try --of all"
+        raise common.UserError(f"argument --classes: {why}")
     rng = common.seeded_rng("features", args.seed)
     places = rng.choice(len(index), min(args.samples, len(index)), replace=False)
     index = index[np.sort(places)]
@@ -83,30 +82,21 @@ def select_samples(run, client, args):
 def analyse(run, args):
     """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
     nets = [run.client_net(k) for k in args.clients]
-    selections = [select_samples(run, k, args) for k in args.clients]
-    index = [selected for selected, _ in selections]
-    labels = [own for _, own in selections]
+    index, labels = zip(*(select_samples(run, k, args) for k in args.clients))
     bar = tqdm(nets, "features", disable=None)
     z = [features(net, run.data, selected) for net, selected in zip(bar, index)]
     together = torch.cat(z)
     xy, shares = principal_components(together)
     result = {
         "script": run.script,
-        "clients": args.clients,
-        "classes": args.classes,
-        "of": args.of,
-        "seed": args.seed,
+        **{name: getattr(args, name) for name in ("clients", "classes", "of", "seed")},
         "samples": list(map(len, index)),
         "features": together.shape[1],
         "pca_variance": shares.tolist(),
     }
     arrays = {}
-    for k, client_features, own, selected in zip(args.clients, z, labels, index):
-        arrays |= {
-            f"client_{k}": client_features.numpy(),
-            f"label_{k}": own,
-            f"index_{k}": selected,
-        }
+    for k, own, label, selected in zip(args.clients, z, labels, index):
+        arrays |= {f"client_{k}": own.numpy(), f"label_{k}": label, f"index_{k}": selected}
     axes = [f"PC {i + 1} ({100 * share:.0f}% of variance)" for i, share in enumerate(shares)]
     planes = {"pca": (xy, axes)}
     xy = None if args.no_tsne else tsne_coordinates(together, args.seed)
@@ -129,12 +119,8 @@ def make_parser():
     add("run", metavar="RUN", help="folder of a finished run made with --save-clients")
     add("--clients", **numbers, metavar="K,...", help="whose models")
     add("--classes", **numbers, metavar="CLASS,...", help="whose samples")
-    add(
-        "--of",
-        default="all",
-        choices=["all", "own"],
-        help="samples of all clients, or each model's own client's",
-    )
+    whose = "samples of all clients, or each model's own client's"
+    add("--of", default="all", choices=["all", "own"], help=whose)
     add("--samples", type=common.number(int, 2), default=500, help="at most so many for each model")
     add("--no-tsne", action="store_true", help="no t-SNE, which needs scikit-learn")
     add("--seed", type=common.number(int, 0), default=0, help="of the samples, and of t-SNE")
@@ -148,10 +134,8 @@ def check_names(args, run):
         if len(set(values)) < len(values):
             raise common.UserError(f"argument --{flag}: names one twice")
     if max(args.classes) >= run.data.classes:
-        raise common.UserError(
-            f"argument --classes: {max(args.classes)} is no class of {run.args.dataset}, which has "
-            f"{run.data.classes}, from 0"
-        )
+        why = f"{max(args.classes)} is no class of {run.args.dataset}'s {run.data.classes}, from 0"
+        raise common.UserError(f"argument --classes: {why}")
 
 
 def main(argv=None):

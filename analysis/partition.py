@@ -15,9 +15,8 @@ from extras import partitions
 
 def main(argv=None):
     parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--plot", metavar="FILE", help="write a picture of the label distribution; needs matplotlib"
-    )
+    picture = "write a picture of the label distribution; needs matplotlib"
+    parser.add_argument("--plot", metavar="FILE", help=picture)
     args = parser.parse_args(argv)
     try:
         describe(args)
@@ -48,9 +47,7 @@ def print_summary(args, data, counts):
         shape = f"up to {data.x.shape[1]} words"
     print(
         f"{args.dataset}: {len(data.y):,} training and {len(data.y_test):,} test samples ({shape}) "
-        f"of {data.classes} classes"
-    )
-    print(
+        f"of {data.classes} classes\n"
         f"{args.partition}: {len(counts)} clients with {sizes.sum():,} training samples, "
         f"{sizes.min():,} to {sizes.max():,} each (mean {sizes.mean():,.1f}, deviation "
         f"{sizes.std():,.1f}), of {classes.min()} to {classes.max()} classes"

@@ -30,23 +30,16 @@ ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 def file_name(text):
     """Return text if it can name the files of an analysis; an argparse type."""
     if not text or "/" in text or "\\" in text:
-        raise argparse.ArgumentTypeError(
-            f"takes a name without slashes, for files in the run folder, not {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"takes a name of files, without slashes, not {text!r}")
     return text
 
 
 def add_run_flags(parser, name):
     """Add --device, --data-dir and --name, whose default is name, to the parser of an analysis."""
-    parser.add_argument(
-        "--device", type=common.device_name, default="auto", help="auto, cpu, cuda or cuda:N"
-    )
-    parser.add_argument(
-        "--data-dir", metavar="DIR", help="where the data are, if they have moved since the run"
-    )
-    parser.add_argument(
-        "--name", type=file_name, default=name, help="of the files written to the run folder"
-    )
+    add = parser.add_argument
+    add("--device", type=common.device_name, default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--data-dir", metavar="DIR", help="where the data are, if they have moved since the run")
+    add("--name", type=file_name, default=name, help="of the files written to the run folder")
 
 
 # --- calling a method's script
@@ -117,15 +110,12 @@ class FinishedRun:
         Raises UserError if the run has not kept it.
         """
         if client not in self.clients:
-            raise common.UserError(
-                f"{self.path}: client {client} was not in the last round, which had "
-                f"{', '.join(map(str, self.clients))}"
-            )
+            there = ", ".join(map(str, self.clients))
+            why = f"client {client} was not in the last round, which had {there}"
+            raise common.UserError(f"{self.path}: {why}")
         if client not in self.models.versions:
-            raise common.UserError(
-                f"{self.models.folder}: missing; the client models of the last round are kept by "
-                "runs with --save-clients"
-            )
+            why = "missing; runs with --save-clients keep the client models of the last round"
+            raise common.UserError(f"{self.models.folder}: {why}")
         return self.load_net(self.models.get(client))
 
     def best_net(self):
@@ -150,15 +140,15 @@ def open_run(path, device="auto", data_dir=None):
     """
     path = pathlib.Path(path)
     config = run_folder.read_config(path)
-    flags, rows = config["flags"], read_rows(path, config)
+    flags, rows = config["flags"], run_folder.read_rows(path, config)
     state, committed = run_folder.read_checkpoint(path, config)
-    if len(committed) < len(rows):
-        raise common.UserError(unfinished(path))
+    if not config.get("stopped", flags["rounds"]) <= len(rows) <= len(committed):
+        why = f"or metrics.jsonl is damaged; --out {path} --resume goes on, or says what is damaged"
+        raise common.UserError(f"{path}: has not finished, {why}")
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
     words = ["--resume", f"--out={path}", f"--device={device}", "--precision=fp32"]
-    if data_dir:
-        words.append(f"--data-dir={data_dir}")
+    words += [f"--data-dir={data_dir}"] if data_dir else []
     call = method_call(config["script"], words)
     call.args.init = None  # its weights are the checkpoint's
     fed = common.begin(call.args, call.method.adapt, None, None)
@@ -170,25 +160,6 @@ def open_run(path, device="auto", data_dir=None):
     run = FinishedRun(path, config["script"], call.args, *fields)
     run.net = run.load_net(state["net"])
     return run
-
-
-def read_rows(path, config):
-    """Return the rows of the run in the folder path, of whose config.json config is the content.
-
-    UserError if it has not finished, or if they are damaged.
-    """
-    rows = run_folder.read_rows(path, config)
-    if len(rows) < config.get("stopped", config["flags"]["rounds"]):
-        raise common.UserError(unfinished(path))
-    return rows
-
-
-def unfinished(path):
-    """Return what is said of a run of which rounds are missing."""
-    return (
-        f"{path}: has not finished, or metrics.jsonl is damaged; --out {path} --resume goes on, or "
-        "says what is damaged"
-    )
 
 
 # --- results
@@ -221,7 +192,7 @@ def keep(run, name, result, arrays=None, drawn=None):
     if arrays:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
-        _write(run.path / f"{name}.npz", buffer.getvalue())
+        write(run.path / f"{name}.npz", buffer.getvalue())
     for key, picture in (drawn or {}).items():
         try:
             pictures.write(run.path / f"{name}-{key}.pdf", *picture)
@@ -229,10 +200,10 @@ def keep(run, name, result, arrays=None, drawn=None):
         except Exception as e:
             tqdm.write(f"{run.path}: no picture {name}-{key}.pdf: {e}")
     result = json.dumps({**result, "round": run.rows[-1]["round"]}, indent=1)
-    _write(run.path / f"{name}.json", f"{result}\n".encode())
+    write(run.path / f"{name}.json", f"{result}\n".encode())
 
 
-def _write(path, content):
+def write(path, content):
     run_folder.write_atomically(path, content)
     tqdm.write(f"wrote {path}")
 

@@ -72,10 +72,8 @@ def batch_hsics(net, others, x):
     rows = []
     for other in others:
         pairs = zip(references, layer_grams(other, x))
-        rows.append(
-            torch.stack([torch.stack([hsic(k, m), kk, hsic(m, m)]) for (k, kk), m in pairs])
-        )
-    return torch.stack(rows)
+        rows += [torch.stack([hsic(k, m), kk, hsic(m, m)]) for (k, kk), m in pairs]
+    return torch.stack(rows).unflatten(0, (len(others), -1))
 
 
 @torch.no_grad()
@@ -135,18 +133,15 @@ def show(result):
     """Print a line for each layer."""
     width = max(map(len, result["layers"]))
     for name, column in zip(result["layers"], np.transpose(result["linear_cka"])):
-        print(
-            f"{name:{width}}  {column.mean():.4f}  "
-            f"(clients {column.min():.4f} to {column.max():.4f})"
-        )
+        mean, low, high = column.mean(), column.min(), column.max()
+        print(f"{name:{width}}  {mean:.4f}  (clients {low:.4f} to {high:.4f})")
 
 
 def main(argv=None):
     """Compare the layers of a run's models, write the results to its folder and print them."""
     parser = common.PlainParser(__doc__, prog="analysis/similarity.py")
-    parser.add_argument(
-        "run", metavar="RUN", help="folder of a finished run made with --save-clients"
-    )
+    folder = "folder of a finished run made with --save-clients"
+    parser.add_argument("run", metavar="RUN", help=folder)
     runs.add_run_flags(parser, "similarity")
     args = parser.parse_args(argv)
     with common.one_line_errors("analysis/similarity", advice="use --device cpu"):

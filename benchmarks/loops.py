@@ -73,10 +73,8 @@ def new_net(args, data):
 
 def plain_sgd(net, args):
     """Return torch's own SGD with the hyper-parameters of args."""
-    decay, nesterov = args.weight_decay, args.nesterov
-    return torch.optim.SGD(
-        net.parameters(), args.lr, args.momentum, weight_decay=decay, nesterov=nesterov
-    )
+    more = {"weight_decay": args.weight_decay, "nesterov": args.nesterov}
+    return torch.optim.SGD(net.parameters(), args.lr, args.momentum, **more)
 
 
 def step(net, opt, x, y):
@@ -158,9 +156,8 @@ def conventional_round(net, images, parts, args, loaders):
                 samples += len(y)
         local.append((len(part), copy.deepcopy(model.state_dict())))
     total = sum(n for n, _ in local)
-    net.load_state_dict(
-        {k: sum(n / total * weights[k] for n, weights in local) for k in local[0][1]}
-    )
+    mean = {k: sum(n / total * weights[k] for n, weights in local) for k in local[0][1]}
+    net.load_state_dict(mean)
     return samples
 
 

@@ -13,8 +13,7 @@ population (seconds; medians over the rounds but the first):
     resume       start once more, from the checkpoint
     peak GB      largest resident memory of the run; growth MB: of it in the run's second half
 
-Other flags go to the scripts, such as --partition iid. --table measures one more
-checkpoint, of rFedAvg's table when every client has trained. Prints the table, then JSON.
+Other flags go to the scripts, such as --partition iid. Prints the table, then JSON.
 """
 
 import concurrent.futures
@@ -38,16 +37,15 @@ import run_folder  # noqa: E402
 
 SAMPLED, SAMPLES, FEATURES = 50, 4, 256  # clients a round, images a client, width of features
 FLAGS = "--partition iid --local-steps 1 --batch-size 4 --eval-every 1000000 --device cpu --quiet"
-COLUMNS = {  # of the table: a title, and what is printed of a figure
-    "start": ("start", "{:8.2f}"),
-    "round": ("round", "{:8.4f}"),
-    "checkpoint": ("checkpoint", "{:10.3f}"),
-    "checkpoint_bytes": ("MB", "{:8.2f}"),
-    "resume": ("resume", "{:8.2f}"),
-    "peak_bytes": ("peak GB", "{:8.2f}"),
-    "growth_bytes": ("growth MB", "{:9.1f}"),
+COLUMNS = {  # of the table: what is printed of a figure
+    "start": "{:8.2f}",
+    "round": "{:8.4f}",
+    "checkpoint": "{:10.3f}",
+    "MB": "{:8.2f}",
+    "resume": "{:8.2f}",
+    "peak GB": "{:8.2f}",
+    "growth MB": "{:9.1f}",
 }
-UNITS = {"checkpoint_bytes": 1e6, "peak_bytes": 1e9, "growth_bytes": 1e6}
 
 
 # --- one run, in a process of its own
@@ -127,35 +125,10 @@ def measure(script, clients, rounds, flags):
         "start": start,
         "round": statistics.median(beyond),
         "checkpoint": statistics.median(checkpoints[1:]),
-        "checkpoint_bytes": size,
+        "MB": size / 1e6,
         "resume": resume,
-        "peak_bytes": peaks[-1],
-        "growth_bytes": peaks[-1] - peaks[len(peaks) // 2],
-    }
-
-
-def full_table(clients):
-    """Return the seconds and bytes of writing and reading rFedAvg's deltas of all clients."""
-    table, row = {}, torch.ones(FEATURES)
-    start = time.perf_counter()
-    for k in range(clients):
-        common.keep_row(table, k, row)
-    filled = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "table.pt")
-        run_folder.save({"deltas": table}, path)
-        written = time.perf_counter()
-        run_folder.load(path)
-        read = time.perf_counter()
-        size = path.stat().st_size
-    peak = common.peak_memory(torch.device("cpu"))
-    return {
-        "clients": clients,
-        "fill": filled - start,
-        "write": written - filled,
-        "read": read - written,
-        "bytes": size,
-        "peak_bytes": peak,
+        "peak GB": peaks[-1] / 1e9,
+        "growth MB": (peaks[-1] - peaks[len(peaks) // 2]) / 1e6,
     }
 
 
@@ -164,7 +137,7 @@ def full_table(clients):
 
 def print_row(figures):
     """Print a row of the table."""
-    cells = [form.format(figures[key] / UNITS.get(key, 1)) for key, (_, form) in COLUMNS.items()]
+    cells = [form.format(figures[name]) for name, form in COLUMNS.items()]
     print(f"{figures['script']:10} {figures['clients']:10,} ", *cells, flush=True)
 
 
@@ -176,7 +149,6 @@ def make_parser():
     populations = "100,1000,10000,100000,1000000"
     add("--populations", type=common.integers(1), default=populations, metavar="LIST")
     add("--rounds", type=common.number(int, 3), default=20, help="rounds of a run")
-    add("--table", action="store_true", help="a full table of rFedAvg's, too")
     return parser
 
 
@@ -188,20 +160,16 @@ def main(argv=None):
     for script in scripts:
         if not (pathlib.Path(common.__file__).parent / f"{script}.py").is_file():
             parser.error(f"argument --scripts: there is no {script}.py")
-    widths = [len(form.format(0)) for _, form in COLUMNS.values()]
-    titles = [f"{title:>{width}}" for (title, _), width in zip(COLUMNS.values(), widths)]
+    titles = [f"{name:>{len(form.format(0))}}" for name, form in COLUMNS.items()]
     print(f"{'script':10} {'clients':>10} ", *titles)
     table = []
     for clients in args.populations:
         for script in scripts:
             table.append(measure(script, clients, args.rounds, flags))
             print_row(table[-1])
-    full = [in_process(full_table, n) for n in args.populations] if args.table else []
-    for row in full:
-        print("full table: " + ", ".join(f"{k} {v:,.6g}" for k, v in row.items()))
     about = {"machine": run_folder.hardware("cpu"), "torch": torch.__version__}
     about |= {"commit": run_folder.commit(), "rounds": args.rounds, "flags": flags}
-    print(json.dumps({**about, "table": table, "full_table": full}))
+    print(json.dumps({**about, "table": table}))
 
 
 if __name__ == "__main__":

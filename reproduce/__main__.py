@@ -6,7 +6,7 @@
                                                TABLE: 1, 5, 1a, I, fig5, ...
 
 runs what is missing, goes on with what was cut, skips what is finished, and ends with the table of
-`python -m reproduce.compare` and, where matplotlib is installed, picture.png beside the runs.
+`python -m reproduce.compare` and picture.png beside the runs.
 Scripts with their FLAGS have runs in runs/compare-FLAGS/, so that a further script, seed or round
 later adds to what is there; a sweep in runs/sweep-SCRIPT-FLAG/. A cell of a paper's table
 (reproduce/cells.txt) has its run in runs/PAPER-TABLE/, named after the cell and its seed; a command
@@ -26,30 +26,26 @@ together are joined by a comma:
 Several --sweep make a grid. --clients 1 is the centralised bound.
 """
 
-import argparse
 import itertools
+import math
 import shlex
 import sys
 import time
 
 import common
-from analysis import pictures
-from reproduce import compare, jobs, plot
+from reproduce import compare, jobs
 from reproduce.cells import parsed_flags, texts
-from reproduce.runner import run_all, run_analyses
+from reproduce.runner import run_all
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    what = next((w for w in argv if w.lower() in jobs.papers() or jobs.names_script(w)), "")
-    script = bool(what) and what.lower() not in jobs.papers()
-    if script:  # whose own flags may stand anywhere
-        at = argv.index(what)
-        argv = [what, *argv[:at], *argv[at + 1 :]]
-    parser = make_parser(with_table=not script)
+    parser = make_parser(with_table=any(word.lower() in jobs.papers() for word in argv))
     args, extra = parser.parse_known_args(argv)
     try:
-        raise SystemExit(reproduce(args, extra))
+        plan = make_plan(args, extra)
+        views = views_of(plan, args, lambda words: parser.parse_known_args([*words, *argv])[0])
+        raise SystemExit(reproduce(plan, views, args))
     except (common.UserError, OSError) as e:
         parser.error(" ".join(str(e).split()))
     except KeyboardInterrupt:
@@ -60,68 +56,42 @@ def main(argv=None):
 def make_parser(with_table):
     """Return the parser; with_table: for a paper's table, not for a script."""
     parser = common.PlainParser(__doc__, prog="reproduce")
-    add, positive = parser.add_argument, common.number(float, 0, open_low=True)
+    add, minutes = parser.add_argument, common.number(float, 0, open_low=True)
     add("paper", metavar="PAPER", help="a paper, or method scripts separated by commas")
     if with_table:
         add("table", metavar="TABLE", help="its number, or figN")
         only = "these methods alone, by the table's name or by script, and these data sets"
         add("--only", metavar="NAME,...", help=only)
-    add("--sweep", action="append", metavar="FLAG=VALUES", help="values of a flag, see above")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the commands of what is not finished, and stop",
-    )
+    else:
+        values = "values of a flag, see above"
+        add("--sweep", action="append", metavar="FLAG=VALUES", default=[], help=values)
+    commands = "print the commands of what is not finished, and stop"
+    add("--dry-run", action="store_true", help=commands)
     add("--seeds", type=common.COUNT, metavar="N", help="--seed 0, 1, ... (default: 1)")
     add("--data-seeds", type=common.COUNT, metavar="N", help="as --seeds, and other partitions")
-    add("--limit", type=positive, metavar="MINUTES", help="stop cleanly after so long")
+    limit = "stop cleanly after so long"
+    add("--limit", type=minutes, default=math.inf, metavar="MINUTES", help=limit)
     add("--data-dir", metavar="DIR", help="passed on to the scripts")
     add("--runs", metavar="DIR", default="runs", help="where the tables' folders of runs are made")
     compare.add_flags(parser)
     return parser
 
 
-def reproduce(args, extra):
-    """Run and show what args ask for. Returns the exit code.
-
-    extra: words that are no flags of this command: of the scripts.
-    """
-    plan = make_plan(args, extra)
-    views = views_of(plan, args)
-    compare.check_outputs(args)
-    states = {folder: jobs.state_of(folder, command) for folder, command in plan.commands.items()}
-    lines = jobs.analysis_lines(plan, states)
-    if args.dry_run:
-        print_commands(plan, states, lines)
-        return 0
-    deadline = time.monotonic() + 60 * args.limit if args.limit else None
-    outcome = run_all(plan.commands, states, deadline)
-    complete = outcome.finished == len(plan.commands)
-    if complete:
-        run_analyses(lines, deadline, outcome)
-    stopped = "; --limit is reached, the same command goes on" if outcome.stopped else ""
-    print(f"\n{outcome.finished} of {len(plan.commands)} runs finished{stopped}", flush=True)
-    for part, view in views:
-        show(part, view, complete)
-    for what, code in outcome.failed.items():
-        print(f"reproduce: failed, with exit code {code}: {what}", file=sys.stderr)
-    return outcome.exit_code
-
-
 def make_plan(args, extra):
-    """Return the Plan that args ask for. Raises UserError for what does not go together."""
+    """Return the Plan that args ask for; extra: words that are no flags of this command.
+
+    Raises UserError for what does not go together.
+    """
     if args.seeds and args.data_seeds:
         raise common.UserError("argument --data-seeds: varies --seed too; leave --seeds out")
     if "table" not in args:
         plan = jobs.scripts_plan(args, extra)
+    elif extra and jobs.is_script(args.paper.lower()):
+        why = f"not of a paper's table; {args.paper.lower()}.py is the script"
+        raise common.UserError(f"argument {extra[0]}: {why}")
+    elif extra:
+        raise common.UserError(f"unrecognized arguments: {' '.join(extra)}")
     else:
-        if extra and jobs.is_script(args.paper.lower()):
-            why = f"not of a paper's table; {args.paper.lower()}.py is the script"
-            raise common.UserError(f"argument {extra[0]}: {why}")
-        if extra:
-            raise common.UserError(f"unrecognized arguments: {' '.join(extra)}")
-        if args.sweep:
-            raise common.UserError("argument --sweep: takes a method script, not a paper's table")
         cells = jobs.table_cells(args.paper, args.table)
         cells = cells if args.only is None else jobs.select_cells(cells, args.only)
         plan = jobs.table_plan(args, cells)
@@ -130,31 +100,39 @@ def make_plan(args, extra):
     return plan
 
 
-def views_of(plan, args):
+def views_of(plan, args, parse):
     """Return what is shown, [(Plan, args with what the table or figure shows), ...].
 
-    The parts of a figure, 9a to 9d, each by itself. Raises UserError for a file of several parts.
+    parse: returns args with words before them. The parts of a figure, 9a to 9d, each by itself.
+    Raises UserError for a file of several parts.
     """
-    if not plan.cells:
-        return [(plan, args)]
-    views = []
-    for _, cells in itertools.groupby(plan.cells, lambda c: c.table.startswith("fig") * c.table):
-        cells = list(cells)
-        parser = common.PlainParser("")
-        compare.add_flags(parser)
-        shown = vars(parser.parse_args(texts("views", cells[0][:2]).split()))
-        flags = set().union(*(parsed_flags(cell.command) for cell in cells))
-        if shown["x"] not in (None, *plot.CURVES, *plot.FIGURES, *flags):
-            shown["x"] = None  # --only has left none with the flag
-        asked = {name: value for name, value in vars(args).items() if value}
-        view = argparse.Namespace(**vars(args) | shown | asked)
-        views.append((jobs.table_plan(args, cells), view))
-    if len(views) > 1 and (args.plot or args.csv):
-        names = ", ".join(part.cells[0].table for part, _ in views)
-        raise common.UserError(
-            f"argument --plot, --csv: {args.table} has parts; name one of {names}"
-        )
-    return views
+    parts = itertools.groupby(plan.cells, lambda c: c.table.startswith("fig") * c.table)
+    parts = [list(cells) for _, cells in parts]
+    if len(parts) > 1 and (args.plot or args.csv):
+        names = f"{args.table} has parts; name one of {', '.join(part[0].table for part in parts)}"
+        raise common.UserError(f"argument --plot, --csv: {names}")
+    words = [texts("views", cells[0][:2]).split() for cells in parts]
+    views = [(jobs.table_plan(args, cells), parse(line)) for cells, line in zip(parts, words)]
+    return views or [(plan, args)]
+
+
+def reproduce(plan, views, args):
+    """Run a Plan and show its views. Returns the exit code: 2 after a user's mistake, or 1."""
+    compare.check_outputs(args)
+    states = {folder: jobs.state_of(folder, command) for folder, command in plan.commands.items()}
+    lines = jobs.analysis_lines(plan, states)
+    if args.dry_run:
+        print_commands(plan, states, lines)
+        return 0
+    deadline = time.monotonic() + 60 * args.limit
+    failed, stopped = run_all(plan.commands, states, lines, deadline)
+    finished = list(states.values()).count("finished")
+    print(f"\n{finished} of {len(states)} runs finished{stopped}", flush=True)
+    for part, view in views:
+        show(part, view, finished == len(states))
+    for what, code in failed.items():
+        print(f"reproduce: failed, with exit code {code}: {what}", file=sys.stderr)
+    return 2 if 2 in failed.values() else int(bool(failed))
 
 
 def print_commands(plan, states, lines):
@@ -180,18 +158,10 @@ def show(plan, view, complete):
         view.csv = view.plot = None
     tables = {cell[:2] for cell in plan.cells if not cell.table.startswith("fig")}
     print(f"\n{plan.cells[0].paper} {plan.cells[0].table}\n" if plan.cells else "")
-    if not view.plot and has_pyplot():
+    if not view.plot:
         view.plot = plan.folder / "picture.png"
         view.plot.parent.mkdir(parents=True, exist_ok=True)
     compare.report(folders, view, plan.names, tables)
-
-
-def has_pyplot():
-    """Whether matplotlib is there."""
-    try:
-        return bool(pictures.pyplot())
-    except common.UserError:
-        return False
 
 
 if __name__ == "__main__":

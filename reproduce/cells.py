@@ -53,6 +53,10 @@ class Cell(NamedTuple):
     def script(self):
         return self.command.split()[0].removesuffix(".py")
 
+    def flag(self, name):
+        """Return the word after --NAME in the command."""
+        return re.search(f" --{name} (\\S+)", self.command)[1]
+
 
 def parsed_flags(command):
     """Return the flags of a command line, {name: value}, as its script's own parser gives them.

@@ -1,29 +1,28 @@
 """Which runs a table or scripts need, in which folders, and what is there of them."""
 
-import dataclasses
 import functools
 import itertools
 import pathlib
 import re
 import shlex
+from typing import NamedTuple
 
 import common
 import run_folder
 from analysis.runs import method_call, read_result
-from reproduce.cells import all_cells, home, parsed_flags, texts
-from reproduce.runs import MACHINE_FLAGS, as_text, decisive_flags, read_run
+from reproduce.cells import all_cells, home, texts
+from reproduce.runs import MACHINE_FLAGS, decisive_flags, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # where the scripts lie
 SET_HERE = {"--seed": "--seeds", "--out": "--runs", "--resume": "--runs"}  # flags of scripts
 
 
-@dataclasses.dataclass
-class Plan:
+class Plan(NamedTuple):
     """What is to be run."""
 
     commands: dict  # {run folder: command line}, in the order of running
     folder: pathlib.Path  # where the picture goes
-    cells: list = dataclasses.field(default_factory=list)  # of a table; none of scripts
+    cells: list = []  # of a table; none of scripts
     names: dict | None = None  # {run folder: [(setting, method) in this table, ...]}
 
 
@@ -66,9 +65,6 @@ def table_cells(paper, table):
 
     Raises UserError naming what there is.
     """
-    if paper.lower() not in papers():
-        what = f"must be one of {', '.join(papers())} or a method script, not {paper!r}"
-        raise common.UserError(f"argument PAPER: {what}")
     name = papers()[paper.lower()]
     tables = [t for p, t in all_cells() if p == name]
     asked = [t for t in tables if re.fullmatch(re.escape(table.lower()) + "[a-d]?", t.lower())]
@@ -80,28 +76,25 @@ def table_cells(paper, table):
 def select_cells(cells, text):
     """Return the cells of some methods and data sets, as --only names them.
 
-    A word is a method by the table's name or by its script, or a data set; all methods, or data
-    sets, where none is named. Raises UserError for a word that is neither, and if no cell is left.
+    A word is a method by the table's name or else by its script, or a data set; all methods, or
+    data sets, where none is named. Raises UserError if no cell is left.
     """
-    of_methods, of_datasets = [], []
+    methods, datasets = set(), set()
     for word in text.lower().split(","):
-        by_name = [cell for cell in cells if cell.method.lower() == word]
-        by_method = by_name or [cell for cell in cells if cell.script == word]
-        named = {
-            cell: (cell.dataset.lower(), parsed_flags(cell.command)["dataset"]) for cell in cells
-        }
-        by_dataset = [cell for cell, names in named.items() if word in names]
-        if not by_method and not by_dataset:
-            there = [{cell.method: 0 for cell in cells}, {cell.dataset: 0 for cell in cells}]
-            there = "; ".join(map(", ".join, there))
-            why = f"no method or data set {word!r} in this table; it has {there}"
-            raise common.UserError(f"argument --only: {why}")
-        of_methods += by_method
-        of_datasets += [] if by_method else by_dataset
-    asked = [set(some or cells) for some in (of_methods, of_datasets)]
-    selected = [cell for cell in cells if all(cell in some for some in asked)]
+        named = {c.method for c in cells if c.method.lower() == word}
+        named = named or {c.method for c in cells if c.script == word}
+        methods |= named
+        datasets |= set() if named else {word}
+    selected = [
+        cell
+        for cell in cells
+        if (not methods or cell.method in methods)
+        and (not datasets or datasets & {cell.dataset.lower(), cell.flag("dataset")})
+    ]
     if not selected:
-        raise common.UserError(f"argument --only: no cell of this table has both, {text!r}")
+        there = [{cell.method: 0 for cell in cells}, {cell.dataset: 0 for cell in cells}]
+        there = "; ".join(map(", ".join, there))
+        raise common.UserError(f"argument --only: no cell of {text!r} in this table: {there}")
     return selected
 
 
@@ -110,14 +103,16 @@ def table_plan(args, cells):
     commands, names = {}, {}
     for cell in cells:
         first = home(cell)
-        table = f"{first.paper.lower()}-{first.table.lower()}"
-        folder = pathlib.Path(args.runs, table, slug(f"{first.label} {first.method}"))
+        folder = table_folder(args, first) / slug(f"{first.label} {first.method}")
         commands[folder] = first.command
         for place in with_seeds(args, {folder: ""}):
             names.setdefault(str(place), {})[cell.label, cell.method] = None
-    folder = pathlib.Path(args.runs, f"{cells[0].paper.lower()}-{cells[0].table.lower()}")
     names = {place: list(labels) for place, labels in names.items()}
-    return Plan(with_seeds(args, commands), folder, cells, names)
+    return Plan(with_seeds(args, commands), table_folder(args, cells[0]), cells, names)
+
+
+def table_folder(args, cell):
+    return pathlib.Path(args.runs, f"{cell.paper}-{cell.table}".lower())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,12 +127,6 @@ def is_script(name):
     return "local_update" in text and "common.flags(" in text
 
 
-def names_script(text):
-    """Whether a text begins with a script, as "fedavg,moon --mu 5", or with a NAME.py."""
-    name = re.split(r"[\s,]", text)[0]
-    return name.endswith(".py") or is_script(name)
-
-
 def scripts_in(text):
     """Return the words of each script in a list such as "fedavg,moon --mu 5".
 
@@ -145,14 +134,16 @@ def scripts_in(text):
     """
     lines = []
     for part in text.split(","):  # of flags' values, too
-        if not lines or names_script(part.strip()):
+        name = re.split(r"\s", part.strip())[0]
+        if not lines or name.endswith(".py") or is_script(name):
             lines.append(part)
         else:
             lines[-1] += f",{part}"
     lines = [shlex.split(line) for line in lines]
     for script, *_ in lines:
         if not is_script(script):
-            raise common.UserError(f"argument PAPER: {script} is no method script here")
+            what = f"{script} is no method script here, nor one of {', '.join(papers())}"
+            raise common.UserError(f"argument PAPER: {what}")
     return [[f"{pathlib.Path(script).stem}.py", *words] for script, *words in lines]
 
 
@@ -162,7 +153,7 @@ def scripts_plan(args, extra):
     Raises UserError for what is no script, and for flags that the command sets itself.
     """
     lines = scripts_in(args.paper)
-    points = sweep_points(args.sweep) if args.sweep else [{}]
+    points = sweep_points(args.sweep or [])
     check_script_flags(args, [*extra, *itertools.chain(*lines), *(f"--{k}" for k in points[0])])
     swept = args.sweep and len(lines) == 1
     stem = pathlib.Path(lines[0][0]).stem
@@ -202,33 +193,19 @@ def check_script_flags(args, words):
     """Raise UserError if the words of a script's command have flags that are set elsewhere."""
     here = SET_HERE | ({"--data-seed": "--data-seeds"} if args.data_seeds else {})
     for word in words:
-        flag = word.split("=")[0].replace("_", "-")
+        flag = common.canonical(word).split("=")[0]
         if flag in here:
             raise common.UserError(f"argument {flag}: set by reproduce; see {here[flag]}")
-    if args.data_dir and "--data-dir" in words:
-        raise common.UserError("argument --data-dir: is swept already")
 
 
 def sweep_points(sweeps):
-    """Return every combination of --sweep's values, [{flag: value}, ...].
-
-    Raises UserError for a text that is not FLAG=VALUES, and for flags that make no sense.
-    """
-    axes = [sweep_axis(text) for text in sweeps]
-    swept = [flag for axis in axes for flag in axis[0]]
-    for flag in swept:
-        if swept.count(flag) > 1:
-            raise common.UserError(f"argument --sweep: {flag} is swept twice")
-        if flag == "data-seed":
-            raise common.UserError("argument --sweep: takes no data-seed; see --data-seeds")
-        if flag.replace("-", "_") in MACHINE_FLAGS - {"data_dir"}:
-            raise common.UserError(f"argument --sweep: {flag} decides no result")
-    combinations = itertools.product(*axes)
+    """Return every combination of --sweep's values, [{flag: value}, ...]; [{}] of none."""
+    combinations = itertools.product(*map(sweep_axis, sweeps))
     return [{k: v for part in parts for k, v in part.items()} for parts in combinations]
 
 
 def sweep_axis(text):
-    """Return the points of one --sweep, [{flag: value}, ...].
+    """Return the points of one --sweep, [{flag: value}, ...]. UserError if it is not FLAG=VALUES.
 
     Values are separated by commas, or by / where flags change together or values have commas.
     """
@@ -259,29 +236,18 @@ def state_of(folder, command):
         return "missing"
     run, (script, *words) = read_run(folder), shlex.split(command)
     call = method_call(script.removesuffix(".py"), words)
-    flags = common.flag_values(call.args)
     whole = (folder / "model.pt").exists() or not (folder / "checkpoint.pt").exists()  # a record
-    if not whole or len(run.rows) < flags["rounds"]:
+    if not whole or len(run.rows) < call.args.rounds:
         return "begun"
-    recorded = decisive_flags(run.flags)
-    for flag, value in decisive_flags(flags).items():
-        if recorded.get(flag, value) != value:
-            refuse(folder, flag, recorded[flag], value)
+    flags = common.flag_values(call.args)
+    asked, began = decisive_flags(flags), decisive_flags(run.flags)
     for flag, least in ("client_test", False), ("save_clients", False), ("metric", "accuracy"):
-        if flags[flag] != least and run.flags[flag] == least:
-            refuse(folder, flag, least, flags[flag])
+        if flags[flag] != least and run.flags[flag] == least:  # what it asks for was not measured
+            asked[flag], began[flag] = flags[flag], least
+    run_folder.check_same(folder, run.config | {"flags": asked | began}, "flags", asked)
     if run.code:
         run_folder.check_same(folder, run.config, "code", run_folder.code_of(call.method))
     return "finished"
-
-
-def refuse(folder, flag, there, asked):
-    """Raise UserError for a folder that holds a run of another flag."""
-    flag = flag.replace("_", "-")
-    raise common.UserError(
-        f"{folder}: holds a run with --{flag} {as_text(there)}, not {as_text(asked)}; move it "
-        "away, or name other --runs"
-    )
 
 
 def analysis_lines(plan, states):
@@ -296,15 +262,13 @@ def analysis_lines(plan, states):
             firsts = {(c.dataset, c.method): c.command for c in reversed(plan.cells)}
             lines += [template.replace("COMMAND", command) for command in firsts.values()]
         elif template:
-            folders = [f for f in plan.commands if states[f] != "finished" or to_analyse(f)]
+            # a mere record of a run has no weights, and is left as it is
+            folders = [
+                f
+                for f in plan.commands
+                if states[f] != "finished"
+                or ((f / "model.pt").exists() and not read_result(f, "hessian"))
+            ]
             words = " ".join(shlex.quote(str(folder)) for folder in folders)
             lines += [template.replace("RUNS", words)] if folders else []
     return lines
-
-
-def to_analyse(folder):
-    """Whether hessian_eval.py has not been in the folder of a finished run since its last round.
-
-    A mere record has no weights, and is left as it is.
-    """
-    return (folder / "model.pt").exists() and not read_result(folder, "hessian")

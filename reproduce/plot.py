@@ -6,15 +6,7 @@ from typing import NamedTuple
 
 import common
 from analysis import pictures
-from reproduce.figures import (
-    Row,
-    code_labels,
-    curve,
-    differing_flags,
-    is_number,
-    means,
-    table_rows,
-)
+from reproduce import figures
 from reproduce.runs import MACHINE_FLAGS, as_text
 
 LABELS = {  # of axes
@@ -31,13 +23,7 @@ LABELS = {  # of axes
 }
 CURVES = ("rounds", "seconds", "bytes")
 FIGURES = ("s/round", "MB/round")  # of a round, as x
-KEYS = {  # of --y in the rows of metrics.jsonl
-    "accuracy": "test_acc",
-    "ema": "acc_ema",
-    "train_loss": "train_loss",
-    "test_loss": "test_loss",
-    "worst": "client_acc_worst",
-}
+KEYS = {"accuracy": "test_acc", "ema": "acc_ema", "worst": "client_acc_worst"}  # of --y, in rows
 EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along s/round
 LINES = ["-", "--", ":", "-."]
 
@@ -56,7 +42,7 @@ def axes_of(x, y, groups):
             why = f"{x} is no flag that decides these runs; it takes {names} or a flag"
             raise common.UserError(f"argument --x: {why}")
     rows = [row for group in groups for run in group.runs for row in run.rows]
-    there = sorted({k for row in rows for k, v in row.items() if is_number(v)})
+    there = sorted({k for row in rows for k, v in row.items() if figures.is_number(v)})
     for name in y or ():
         if name not in {*KEYS, *there}:
             names = ", ".join(dict.fromkeys([*KEYS, *there]))
@@ -89,7 +75,7 @@ class Picture(NamedTuple):
 
 def values(group, quantity, x="rounds"):
     """Return the points of a quantity that was measured in all runs of a group, as curve()."""
-    return curve(group, x, KEYS.get(quantity, quantity))
+    return figures.curve(group, x, KEYS.get(quantity, quantity))
 
 
 def make_axes(plt, down, across):
@@ -98,14 +84,14 @@ def make_axes(plt, down, across):
     return plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
 
 
-def add_legend(figure, picture):
+def add_legend(figure, groups):
     """Put one legend below all panels, with n and what the bands are."""
     handles = {}
     for ax in figure.axes:
         ax.grid(color="0.92")
         handles |= {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
-    title = f"n = {', '.join(map(str, sorted({len(g.runs) for g in picture.groups})))}"
-    over = sorted({group.over for group in picture.groups if len(group.runs) > 1})
+    title = f"n = {', '.join(map(str, sorted({len(group.runs) for group in groups})))}"
+    over = sorted({group.over for group in groups if len(group.runs) > 1})
     if over:
         title += f"; bands and bars: one standard deviation over {' or '.join(over)}"
     room = int(14 * figure.get_figwidth())  # characters
@@ -120,6 +106,10 @@ def style_of(i):
     return {"color": pictures.COLOURS[colour], "linestyle": LINES[turn % len(LINES)]}
 
 
+def label_of(name):
+    return LABELS.get(name, name.replace("_", " "))
+
+
 # --------------------------------------------------------------------------------------------------
 # Curves
 # --------------------------------------------------------------------------------------------------
@@ -127,7 +117,11 @@ def style_of(i):
 
 def draw_curves(plt, picture):
     """Return a figure with a panel a setting and quantity."""
-    rows = curve_rows(picture)
+    rows = figures.table_rows(picture.groups, picture.names)
+    if len({row.setting for row in rows}) == len(rows):  # nothing to compare within a setting
+        rows = [figures.Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
+    if picture.x == "seconds" and len({row.group.hardware for row in rows}) > 1:
+        rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
     methods = list(dict.fromkeys(row.method for row in rows))
     settings = list(dict.fromkeys(row.setting for row in rows))
     panels = list(itertools.product(settings, picture.quantities))
@@ -142,18 +136,8 @@ def draw_curves(plt, picture):
         ax.locator_params(axis="x", integer=picture.x == "rounds")
     for ax in axes.flat[len(panels) :]:
         ax.remove()
-    add_legend(figure, picture)
+    add_legend(figure, picture.groups)
     return figure
-
-
-def curve_rows(picture):
-    """Return the Rows to draw, whose methods tell curves of a panel apart."""
-    rows = table_rows(picture.groups, picture.names)
-    if len({row.setting for row in rows}) == len(rows):  # nothing to compare within a setting
-        rows = [Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
-    if picture.x == "seconds" and len({group.hardware for group in picture.groups}) > 1:
-        rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
-    return rows
 
 
 def draw_curve(ax, points, label, style):
@@ -166,10 +150,6 @@ def draw_curve(ax, points, label, style):
         ax.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def label_of(name):
-    return LABELS.get(name, name.replace("_", " "))
-
-
 # --------------------------------------------------------------------------------------------------
 # Points against a flag, or against a figure of a round
 # --------------------------------------------------------------------------------------------------
@@ -180,7 +160,7 @@ def draw_points(plt, picture):
     figure, axes = make_axes(plt, 1, len(picture.quantities))
     lines = lines_over(picture)
     xs = [x for _, points in lines for x, _ in points if x is not None]
-    numbers = xs and all(map(is_number, xs))
+    numbers = xs and all(map(figures.is_number, xs))
     for ax, quantity in zip(axes[0], picture.quantities):
         for x in [] if numbers else sorted(set(map(str, xs)), key=order):
             ax.plot([x], [math.nan])  # texts in their order
@@ -192,7 +172,7 @@ def draw_points(plt, picture):
             ax.set_xscale("log")
         flag = f"--{picture.x.replace('_', '-')}"
         ax.set(xlabel=LABELS.get(picture.x, flag), ylabel=label_of(quantity))
-    add_legend(figure, picture)
+    add_legend(figure, picture.groups)
     return figure
 
 
@@ -211,47 +191,43 @@ def draw_line(ax, points, label, style):
 def lines_over(picture):
     """Return what is drawn against x, [(label, [(value of x, group), ...]), ...].
 
-    A line holds the groups of a method that differ in x alone or, where x is a figure of a round,
-    in their effort. Groups left alone are one line if they differ in their effort besides, as of
-    epochs and rounds whose product is fixed. The value is None for a method without the flag.
+    A line holds the groups of a method, and of a machine, that differ in x alone or, where x is a
+    figure of a round, in their effort. Groups left alone are one line if they differ in their
+    effort besides, as of epochs and rounds whose product is fixed. The value is None for a method
+    without the flag.
     """
-    moving = EFFORT if picture.x in FIGURES else {picture.x}
-    strict, joined, lines = {}, {}, []
+    x, alike, lines = picture.x, {}, {}
+    moving = EFFORT if x in FIGURES else {x}
     for group in picture.groups:
-        machine = group.hardware if picture.x in FIGURES else ""
-        for method in methods_of(group, picture.names):
-            key = method, machine, group.runs[0].key(*moving)
-            strict.setdefault(key, []).append(group)
-    for (method, machine, key), groups in strict.items():
-        key = groups[0].runs[0].key(picture.x, *EFFORT) if len(groups) == 1 else key
-        joined.setdefault((method, machine, key), []).extend(groups)
-    for (method, machine, _), groups in joined.items():
-        same = sum((other for (name, *_), other in joined.items() if name == method), [])
+        labels = (picture.names or {}).get(str(group.runs[0].path), [("", group.script)])
+        for method in dict.fromkeys(method for _, method in labels):
+            line = method, group.hardware if x in FIGURES else ""
+            alike.setdefault((line, group.runs[0].key(*moving)), []).append(group)
+    for (line, key), groups in alike.items():
+        key = groups[0].runs[0].key(x, *EFFORT) if len(groups) == 1 else key
+        lines.setdefault((line, key), []).extend(groups)
+    found = []
+    for ((method, machine), _), groups in lines.items():
+        same = sum((other for (line, _), other in lines.items() if line[0] == method), [])
         silent = {*moving, *MACHINE_FLAGS, "seed", "data_dir"}
-        differing = differing_flags([f for f in groups[0].flags if f not in silent], same)
+        differing = figures.differing_flags([f for f in groups[0].flags if f not in silent], same)
         flags = {f: dict.fromkeys(as_text(g.flags.get(f)) for g in groups) for f in differing}
-        parts = [f"{flag} {' '.join(texts)}" for flag, texts in flags.items()]
-        parts = parts[:3] + ["..."] * (len(parts) > 3) + code_labels(groups[0], same)
-        parts = [machine] * (len({key[1] for key in joined}) > 1) + parts
-        points = [(value_of(group, picture.x), group) for group in groups]
-        lines.append((", ".join([method, *parts]), sorted(points, key=lambda p: order(p[0]))))
-    return lines
-
-
-def methods_of(group, names):
-    """Return the methods as which a group is drawn, each once."""
-    labels = (names or {}).get(str(group.runs[0].path), [("", group.script)])
-    return list(dict.fromkeys(method for _, method in labels))
+        parts = [machine] * (len({line[1] for line, _ in lines}) > 1)
+        parts += [f"{flag} {' '.join(texts)}" for flag, texts in flags.items()][:3]
+        parts += ["..."] * (len(flags) > 3) + figures.code_labels(groups[0], same)
+        points = [(value_of(group, x), group) for group in groups]
+        found.append((", ".join([method, *parts]), sorted(points, key=lambda p: order(p[0]))))
+    return found
 
 
 def value_of(group, x):
     """Return where a group lies on the axis x: a number, a text, or None without that flag."""
     if x in FIGURES:
-        return means(group)[x].mean
+        return figures.means(group)[x].mean
     value = group.flags.get(x)
-    return value if is_number(value) or x not in group.flags else as_text(value)
+    return value if figures.is_number(value) or x not in group.flags else as_text(value)
 
 
 def order(value):
     """Return a key that sorts numbers, and texts after them, short ones first."""
-    return (0, value, "") if is_number(value) else (1, len(value or ""), value or "")
+    return (0, value, "") if figures.is_number(value) else (1, len(value or ""), value or "")

@@ -1,7 +1,7 @@
 """Running command lines one after another, to their end or to a limit of time."""
 
 import contextlib
-import dataclasses
+import math
 import shlex
 import signal
 import subprocess
@@ -10,37 +10,43 @@ import time
 
 from tqdm import tqdm
 
-from reproduce.jobs import ROOT, parsed_flags
+from reproduce.cells import parsed_flags
+from reproduce.jobs import ROOT
 
 PATIENCE = 5  # seconds for a run to end by itself: Ctrl-C went to it as well, a kill did not
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What became of command lines."""
-
-    finished: int = 0
-    failed: dict = dataclasses.field(default_factory=dict)  # {folder or line: exit code}
-    stopped: bool = False  # the time was up
-
-    @property
-    def exit_code(self):
-        """2 where a run failed by a user's mistake, 1 where it failed otherwise."""
-        codes = self.failed.values()
-        return 2 if 2 in codes else int(bool(codes))
+class TimeIsUp(Exception):
+    """--limit is reached."""
 
 
-def run_all(commands, states, deadline=None):
-    """Run what is not finished of {run folder: command}. Return the Outcome.
+def run_all(commands, states, lines, deadline=math.inf):
+    """Run what is not finished of {run folder: command}, then lines unless a run has failed.
 
-    states: {run folder: of state_of()}. deadline: of time.monotonic(). On a terminal one bar shows
-    the rounds of all runs, which are quiet; elsewhere the commands and what they print.
+    states: {run folder: of state_of()}, "finished" where a run has ended well. lines: of analyses.
+    deadline: of time.monotonic(). Returns {folder or line: exit code} of what failed, and a text
+    where the time was up.
     """
-    rounds = {folder: parsed_flags(command)["rounds"] for folder, command in commands.items()}
-    done = {folder: rounds_in(folder) for folder in commands}
-    outcome = Outcome(list(states.values()).count("finished"))
-    total, initial = sum(rounds.values()), sum(done.values())
-    with tqdm(total=total, initial=initial, unit="round", disable=None) as bar:
+    failed = {}
+    try:
+        run_commands(commands, states, failed, deadline)
+        for line in lines if not failed else ():
+            print(f"\npython {line}", flush=True)
+            if code := run_child(shlex.split(line), deadline):
+                failed[line] = code
+    except TimeIsUp:
+        return failed, "; --limit is reached, the same command goes on"
+    return failed, ""
+
+
+def run_commands(commands, states, failed, deadline):
+    """Run commands as run_all(), and add to failed.
+
+    On a terminal one bar shows the rounds of all runs, which are quiet; elsewhere the commands and
+    what they print.
+    """
+    total = sum(parsed_flags(command)["rounds"] for command in commands.values())
+    with tqdm(total=total, initial=done(commands), unit="round", disable=None) as bar:
         for number, (folder, command) in enumerate(commands.items(), 1):
             if states[folder] == "finished":
                 continue
@@ -49,64 +55,41 @@ def run_all(commands, states, deadline=None):
             if bar.disable:
                 print(f"\n[{number}/{len(commands)}] python {shlex.join(line)}", flush=True)
             bar.set_description(f"{number}/{len(commands)} {folder.name}")
-            code = run_child(line, deadline, lambda f=folder: advance(bar, f, done))
-            if code is None:
-                outcome.stopped = True
-                break
+            code = run_child(line, deadline, lambda: bar.update(done(commands) - bar.n))
             if code:
-                outcome.failed[folder] = code
+                failed[folder] = code
             else:
-                outcome.finished += 1
-    return outcome
+                states[folder] = "finished"
 
 
-def rounds_in(folder):
-    """Return how many rounds a run folder has."""
-    file = folder / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+def done(folders):
+    """Return how many rounds run folders have."""
+    files = (folder / "metrics.jsonl" for folder in folders)
+    return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
 
 
-def advance(bar, folder, done):
-    """Move the bar on by the rounds that a run has got since; done: {run folder: its rounds}."""
-    before, done[folder] = done[folder], rounds_in(folder)
-    bar.update(max(0, done[folder] - before))
-
-
-def run_analyses(lines, deadline, outcome):
-    """Run command lines after the runs of an Outcome, to which their failures are added."""
-    for line in lines if not outcome.stopped else ():
-        print(f"\npython {line}", flush=True)
-        code = run_child(shlex.split(line), deadline)
-        outcome.stopped = code is None
-        if outcome.stopped:
-            return
-        outcome.failed |= {line: code} if code else {}
-
-
-def run_child(line, deadline=None, tick=lambda: None):
+def run_child(line, deadline=math.inf, tick=lambda: None):
     """Run [SCRIPT.py, flags...] or [-m, module, words...] to its end; return its exit code.
 
-    None when the time was up. tick: called each second. Raises KeyboardInterrupt if interrupted.
+    tick: called each second. Raises TimeIsUp, and KeyboardInterrupt if interrupted.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         # a shell's background jobs ignore the first, and would pass that on
         signal.signal(number, signal.default_int_handler)
-    if deadline and time.monotonic() >= deadline:
-        return None
+    if time.monotonic() >= deadline:
+        raise TimeIsUp
     script, *words = line
     script = script if script == "-m" else str(ROOT / script)
     child = subprocess.Popen([sys.executable, script, *words])
     try:
         while child.poll() is None:
-            if deadline and time.monotonic() >= deadline:
-                interrupt(child, 0)
-                return None
-            left = min(1, deadline - time.monotonic()) if deadline else 1
+            if time.monotonic() >= deadline:
+                raise TimeIsUp
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0, left))
+                child.wait(1)
             tick()
-    except KeyboardInterrupt:
-        interrupt(child, PATIENCE)
+    except (KeyboardInterrupt, TimeIsUp) as e:
+        interrupt(child, 0 if isinstance(e, TimeIsUp) else PATIENCE)
         raise
     if child.returncode == 130:
         raise KeyboardInterrupt

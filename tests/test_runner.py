@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from reproduce.cells import Cell
 from reproduce import runner
-from reproduce.runner import Outcome, run_all, run_child
+from reproduce.runner import run_all, run_child
 from reproduce.runs import read_run
 
 ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -50,13 +50,14 @@ def test_limit_interrupts_a_run(tmp_path, monkeypatch):
     places = make_run(tmp_path / "done"), tmp_path / "b", tmp_path / "c"
     commands = dict(zip(places, (PLAIN, "fedavg.py --lr 1", "fedavg.py --lr 2")))
     states = dict(zip(places, ("finished", "missing", "missing")))
-    stopped = Outcome(finished=1, failed={}, stopped=True)
-    assert run_all(commands, states, time.monotonic() + 0.1) == stopped
+    stopped = {}, "; --limit is reached, the same command goes on"
+    assert run_all(commands, states, ["x"], time.monotonic() + 0.1) == stopped
     assert Child.signals == [signal.SIGINT]
     (line,) = Child.started
     script = [sys.executable, str(ROOT / "fedavg.py")]
     assert line == [*script, "--lr", "1", "--out", str(tmp_path / "b")]
-    assert run_all(commands, states, time.monotonic() - 1) == stopped and len(Child.started) == 1
+    assert run_all(commands, states, [], time.monotonic() - 1) == stopped
+    assert len(Child.started) == 1 and list(states.values()) == ["finished", "missing", "missing"]
 
 
 def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
@@ -79,7 +80,7 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run_child", run_child)
     places = make_run(tmp_path / "a"), tmp_path / "b"
     commands = dict(zip(places, (PLAIN, "fedavg.py --rounds 3")))
-    run_all(commands, dict(zip(places, ("finished", "missing"))))
+    run_all(commands, dict(zip(places, ("finished", "missing"))), [])
     assert (bars[0].total, bars[0].initial, bars[0].n) == (4 + 3, 4, 6)
     assert lines[0][-1] == "--quiet"
 
@@ -95,13 +96,6 @@ def test_a_failure_says_why_itself(tmp_path, capfd):
     flags = [*shlex.split(GLYPHS), "--dataset", "folder", "--data-dir", str(tmp_path / "no")]
     assert run_child(["fedavg.py", *flags]) == 2
     assert capfd.readouterr().err.startswith("fedavg.py: error: --data-dir")
-
-
-def test_exit_codes_of_an_outcome():
-    """2 for a user's mistake, 1 for another failure, 0 without one, stopped or not."""
-    assert Outcome(finished=1, stopped=True).exit_code == 0
-    assert Outcome(failed={"a": 1, "b": 134}).exit_code == 1
-    assert Outcome(failed={"a": 1, "b": 2}).exit_code == 2
 
 
 def result_rows(folder):
