@@ -141,8 +141,9 @@ def open_run(path, device="auto", data_dir=None):
     path = pathlib.Path(path)
     config = run_folder.read_config(path)
     flags, rows = config["flags"], run_folder.read_rows(path, config)
-    state, committed = run_folder.read_checkpoint(path, config)
-    if not config.get("stopped", flags["rounds"]) <= len(rows) <= len(committed):
+    whole = len(rows) >= config.get("stopped", flags["rounds"])
+    state, committed = run_folder.read_checkpoint(path, config) if whole else ({}, [])
+    if not whole or len(committed) < len(rows):
         why = f"or metrics.jsonl is damaged; --out {path} --resume goes on, or says what is damaged"
         raise common.UserError(f"{path}: has not finished, {why}")
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):

@@ -5,7 +5,14 @@ import statistics
 from typing import NamedTuple
 
 import common
-from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, Group, as_text, augment_of, differing_code
+from reproduce.runs import (
+    MACHINE_FLAGS,
+    SETTING_FLAGS,
+    Group,
+    as_text,
+    augment_of,
+    decisive_flags,
+)
 
 ROW_KEYS = {  # of a row as the engine writes it; what else is there the method has reported
     *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
@@ -198,17 +205,12 @@ def method_label(group, groups):
 
 
 def code_labels(group, groups):
-    """Return what tells a group's code from that of groups of the same script, as texts.
-
-    It is a function's name, with its digest where names are the same.
-    """
-    labels = []
-    for part, texts in differing_code(group, groups).items():
-        names = {text.split(" ")[0] for text in texts}
-        text = group.code.get(part, "none")
-        short = text.split(" ")[0] if len(names) == len(texts) else text.replace(" ", " #")
-        labels.append(f"{part}={short}")
-    return labels
+    """Return what tells a group's code from that of groups with its script and flags, as texts."""
+    own, flags = group.code, decisive_flags(group.flags)
+    same = (g for g in groups if g.script == group.script and decisive_flags(g.flags) == flags)
+    codes = [other.code for other in same]
+    parts = sorted({k for code in codes for k in code | own if code.get(k) != own.get(k)})
+    return [f"{part}={own.get(part, 'none').replace(' ', ' #')}" for part in parts]
 
 
 def shared_setting(groups):

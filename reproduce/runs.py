@@ -155,8 +155,8 @@ class Group:
     @property
     def flags(self):
         """The flags of all runs; data_seed is a list where it varies."""
-        varied = {"data_seed": self.data_seeds} if len(self.data_seeds) > 1 else {}
-        return self.runs[0].flags | varied
+        seeds = self.data_seeds
+        return self.runs[0].flags | ({"data_seed": seeds} if len(seeds) > 1 else {})
 
     @property
     def over(self):
@@ -243,19 +243,3 @@ def baseline(group, groups):
     plain = (g for g in groups if g.script == "fedavg" and g.flags.get("server") == "avg")
     fitting = (g for g in plain if all(g.flags.get(f) == group.flags.get(f) for f in setting))
     return max(fitting, key=in_common, default=None)
-
-
-def differing_code(group, groups):
-    """Return the parts in which a group's code differs from others' of its script, {part: texts}.
-
-    A part that some lack counts where the flags are the same: rFedAvg+ has an exchange that rFedAvg
-    has not, and its flag says so.
-    """
-    differing = {}
-    for other in groups:
-        alike = decisive_flags(other.flags) == decisive_flags(group.flags)
-        for part in sorted({*group.code, *other.code}) if other.script == group.script else ():
-            texts = {code.get(part, "none") for code in (group.code, other.code)}
-            if len(texts) > 1 and ("none" not in texts or alike):
-                differing[part] = differing.get(part, set()) | texts
-    return differing

@@ -73,31 +73,26 @@ def test_analyses_are_lines_of_modules():
 
 
 @pytest.mark.parametrize(
-    "words, methods",
+    "paper, table, words, methods, datasets",
     [
-        ("FedAvg", ["FedAvg"]),
-        ("feddyn,FedADAM+FedMLB", ["FedADAM+FedMLB", "FedDyn"]),
-        ("fedmlb", ["FedMLB"]),
+        ("FedMLB", "1a", "FedAvg", ["FedAvg"], ["CIFAR-100", "Tiny-ImageNet"]),
+        (
+            "FedMLB",
+            "1a",
+            "feddyn,FedDyn+FedMLB,cifar100",
+            ["FedDyn", "FedDyn+FedMLB"],
+            ["CIFAR-100"],
+        ),
+        ("FedMLB", "1a", "fedmlb,tiny-imagenet", ["FedMLB"], ["Tiny-ImageNet"]),
+        ("FedAlign", "5", "gradaug", [f"GradAug(n={n})" for n in range(1, 5)], ["CIFAR-100"]),
+        ("rFedAvg", "I", "fedavg,MNIST,rfedavg+", ["FedAvg", "rFedAvg+"], ["MNIST"]),
     ],
 )
-def test_only_takes_the_table_s_names_first(words, methods):
-    cells = select_cells(CELLS["FedMLB", "1a"], words)
+def test_only(paper, table, words, methods, datasets):
+    """Methods by the table's names first, then by script, and data sets by both their names."""
+    cells = select_cells(CELLS[paper, table], words)
     assert sorted({cell.method for cell in cells}) == methods
-
-
-def test_only_takes_scripts():
-    methods = {cell.method for cell in select_cells(CELLS["FedAlign", "5"], "gradaug")}
-    assert methods == {f"GradAug(n={n})" for n in range(1, 5)}
-
-
-def test_only_takes_data_sets():
-    cells = select_cells(CELLS["rFedAvg", "I"], "fedavg,MNIST,rfedavg+")
-    assert {(cell.method, cell.dataset) for cell in cells} == {
-        ("FedAvg", "MNIST"),
-        ("rFedAvg+", "MNIST"),
-    }
-    cells = select_cells(CELLS["rFedAvg", "I"], "cifar10")
-    assert {cell.dataset for cell in cells} == {"CIFAR-10"} and len(cells) == 18
+    assert sorted({cell.dataset for cell in cells}) == datasets
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,13 +115,6 @@ def test_sweeps(capsys, tmp_path):
     assert code == 0 and [f["layers"] for f in flags] == [1, 2, 7]
     assert {f["model"] for f in flags} == {"cnn"}
     assert flags[0]["out"] == str(tmp_path / "sweep-fedcka-layers" / "layers1-seed0")
-
-
-def test_flags_may_stand_before_the_script(tmp_path, capsys):
-    tail = ["fedprox.py", *shlex.split(GLYPHS), "--sweep", "mu=1,2", "--runs", tmp_path]
-    first = run_reproduce(capsys, "--dry-run", *tail)
-    assert first == run_reproduce(capsys, *tail, "--dry-run")
-    assert first[0] == 0 and first[1].count("--mu=") == 2
 
 
 @pytest.mark.parametrize(
@@ -236,17 +224,6 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
     started.clear()
     code, out, _ = run_reproduce(capsys, "fedprox.py,fedavg.py,moon.py --mu 5", *argv)
     assert code == 0 and started == 3 * ["fedprox.py"] and "9 of 9 runs finished" in out
-
-
-def test_a_wrong_name_of_y_costs_the_picture_alone(tmp_path, capsys, monkeypatch):
-    """It is known behind the runs, whose rows have the names."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runner, "run_child", make_child)
-    argv = ["fedavg.py", *shlex.split(GLYPHS), "--runs", tmp_path, "--plot", tmp_path / "x.png"]
-    code, out, err = run_reproduce(capsys, *argv, "--y", "speed")
-    assert "1 of 1 runs finished" in out and "fedavg  1" in out
-    assert "argument --y: 'speed' is none of accuracy" in err and code == 2
-    assert not (tmp_path / "x.png").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,17 +336,13 @@ def swept(tmp_path, capsys):
     return folder, sweep
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--lr", "0.5"], "another --lr (0.03, now 0.5)"),
-        (["--rounds", "3"], "another --rounds (4, now 3)"),
-    ],
-)
-def test_a_run_with_other_flags_is_not_finished(swept, more, message):
-    """The folder and the flag are named, whichever decides."""
+def test_a_run_with_other_flags_is_not_finished(swept):
+    """The folder and the flag are named, if it decides; others may differ."""
     folder, sweep = swept
-    assert is_refused(sweep(*more), message, str(folder))
+    assert is_refused(sweep("--lr", "0.5"), "another --lr (0.03, now 0.5)", str(folder))
+    assert is_refused(sweep("--rounds", "3"), "another --rounds (4, now 3)", str(folder))
+    for more in ("--workers=2", "--augment=none", "--data-dir=x", "--client-test"):
+        assert sweep(more)[:2] == (0, "")
 
 
 def test_a_run_of_other_code_is_not_finished(swept):
@@ -379,14 +352,6 @@ def test_a_run_of_other_code_is_not_finished(swept):
     assert sweep()[:2] == (0, "")
     write_config(folder, code=code | {"aggregate": "median 1"})
     assert is_refused(sweep(), "another aggregate", "median 1", str(folder))
-
-
-@pytest.mark.parametrize(
-    "more", [["--workers", "2"], ["--augment", "none"], ["--data-dir", "x"], ["--client-test"]]
-)
-def test_what_does_not_decide_may_differ(swept, more):
-    _, sweep = swept
-    assert sweep(*more)[:2] == (0, "")
 
 
 def test_what_is_not_finished_goes_on(swept):
@@ -427,19 +392,6 @@ def test_a_whole_table(tmp_path, capsys, monkeypatch):
     assert len({row["setting"] for row in last}) == 8
     published_rows = [row for row in rows if row["published"]]
     assert len(published_rows) == 16 and {row["table"] for row in published_rows} == {"I"}
-
-
-def test_a_whole_figure(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runner, "run_child", make_child)
-    drawn = []
-    monkeypatch.setattr(
-        compare.plot.Picture,
-        "write",
-        lambda picture, *_: drawn.append((picture.x, len(picture.groups))),
-    )
-    run_reproduce(capsys, "rfedavg", "fig9c", "--runs", tmp_path)
-    assert drawn == [("epochs", 21)]
 
 
 def tiny_table(monkeypatch, template, **commands):

@@ -1,6 +1,7 @@
 """Run folders as the package reproduce reads them: figures by hand, groups, damaged files."""
 
 import dataclasses
+import re
 
 import pytest
 from makers import (
@@ -195,16 +196,16 @@ def test_other_code_is_another_method(tmp_path, capsys):
     ]
     assert err == ""
     _, out, _ = run_compare(capsys, *folders[:3])
-    assert "fedavg aggregate=average  2 " in out and "fedavg aggregate=median   1 " in out
+    assert re.search("average #22222222 +2 ", out) and re.search("median #33333333 +1 ", out)
     lines = lines_over(Picture(make_groups(*folders[:3]), None, "lr", []))
     assert [label for label, _ in lines] == [
-        "fedavg, aggregate=average",
-        "fedavg, aggregate=median",
+        "fedavg, aggregate=average #22222222",
+        "fedavg, aggregate=median #33333333",
     ]
 
 
 def test_a_part_that_a_flag_brings_is_told_by_the_flag(tmp_path, capsys):
-    """Where the flags are the same it is another method, and so is another function of its name."""
+    """Where the flags are the same it is another method."""
     exchange = AVERAGE | {"after_round": "synchronise 55555555"}
     other = make_run(tmp_path / "0", f"{PLAIN} --lr 0.02")
     folders = [other, write_config(make_run(tmp_path / "1"), code=exchange)]
@@ -213,11 +214,7 @@ def test_a_part_that_a_flag_brings_is_told_by_the_flag(tmp_path, capsys):
     assert "after_round" not in out and err == ""
     folders.append(write_config(make_run(tmp_path / "2"), code=AVERAGE))
     _, out, _ = run_compare(capsys, *folders)
-    assert "after_round=synchronise" in out and "after_round=none" in out
-    write_config(other, code=exchange | {"after_round": "synchronise 66666666"})
-    _, out, _ = run_compare(capsys, *folders[:2])
-    assert "after_round=synchronise #55555555" in out
-    assert "after_round=synchronise #66666666" in out
+    assert "after_round=synchronise #55555555" in out and "after_round=none" in out
 
 
 def test_other_scripts_have_other_code(tmp_path):
