@@ -4,6 +4,7 @@
     python -m reproduce SCRIPT FLAGS --sweep FLAG=a,b,...
     python -m reproduce PAPER TABLE            PAPER: fedalign, fedcka, fedmlb, rfedavg;
                                                TABLE: 1, 5, 1a, I, fig5, ...
+    python -m reproduce benchmark              every method in one setting: reproduce/benchmark.py
 
 runs what is missing, goes on with what was cut, skips what is finished, and ends with the table of
 `python -m reproduce.compare` and picture.png beside the runs.
@@ -27,25 +28,27 @@ Several --sweep make a grid. --clients 1 is the centralised bound.
 """
 
 import itertools
-import math
-import shlex
 import sys
-import time
 
 import common
-from reproduce import compare, jobs
+from reproduce import benchmark, compare, jobs
 from reproduce.cells import parsed_flags, texts
-from reproduce.runner import run_all
+from reproduce.runner import run_plan
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(with_table=any(word.lower() in jobs.papers() for word in argv))
-    args, extra = parser.parse_known_args(argv)
+    if argv[:1] == ["benchmark"]:
+        parser, command = benchmark.make_parser(), benchmark.benchmark
+    else:
+        with_table = any(word.lower() in jobs.papers() for word in argv)
+        parser, command = make_parser(with_table), reproduce
+
+    def parse(words):
+        return parser.parse_known_args([*words, *argv])
+
     try:
-        plan = make_plan(args, extra)
-        views = views_of(plan, args, lambda words: parser.parse_known_args([*words, *argv])[0])
-        raise SystemExit(reproduce(plan, views, args))
+        raise SystemExit(command(parse))
     except (common.UserError, OSError) as e:
         parser.error(" ".join(str(e).split()))
     except KeyboardInterrupt:
@@ -53,10 +56,27 @@ def main(argv=None):
         raise SystemExit(130) from None
 
 
+def reproduce(parse):
+    """Run a table or scripts, and show them. Returns the exit code.
+
+    parse: returns the flags and what else is on the command line, with words before it.
+    """
+    args, extra = parse([])
+    plan = make_plan(args, extra)
+    views = views_of(plan, args, parse)
+    compare.check_outputs(args)
+
+    def show_views(complete):
+        for part, view in views:
+            show(part, view, complete)
+
+    return run_plan(plan, args, show_views)
+
+
 def make_parser(with_table):
     """Return the parser; with_table: for a paper's table, not for a script."""
     parser = common.PlainParser(__doc__, prog="reproduce")
-    add, minutes = parser.add_argument, common.number(float, 0, open_low=True)
+    add = parser.add_argument
     add("paper", metavar="PAPER", help="a paper, or method scripts separated by commas")
     if with_table:
         add("table", metavar="TABLE", help="its number, or figN")
@@ -65,14 +85,10 @@ def make_parser(with_table):
     else:
         values = "values of a flag, see above"
         add("--sweep", action="append", metavar="FLAG=VALUES", default=[], help=values)
-    commands = "print the commands of what is not finished, and stop"
-    add("--dry-run", action="store_true", help=commands)
     add("--seeds", type=common.COUNT, metavar="N", help="--seed 0, 1, ... (default: 1)")
     add("--data-seeds", type=common.COUNT, metavar="N", help="as --seeds, and other partitions")
-    limit = "stop cleanly after so long"
-    add("--limit", type=minutes, default=math.inf, metavar="MINUTES", help=limit)
     add("--data-dir", metavar="DIR", help="passed on to the scripts")
-    add("--runs", metavar="DIR", default="runs", help="where the tables' folders of runs are made")
+    jobs.add_flags(parser)
     compare.add_flags(parser)
     return parser
 
@@ -103,8 +119,8 @@ def make_plan(args, extra):
 def views_of(plan, args, parse):
     """Return what is shown, [(Plan, args with what the table or figure shows), ...].
 
-    parse: returns args with words before them. The parts of a figure, 9a to 9d, each by itself.
-    Raises UserError for a file of several parts.
+    parse: as of reproduce(). The parts of a figure, 9a to 9d, each by itself. Raises UserError for
+    a file of several parts.
     """
     parts = itertools.groupby(plan.cells, lambda c: c.table.startswith("fig") * c.table)
     parts = [list(cells) for _, cells in parts]
@@ -112,37 +128,8 @@ def views_of(plan, args, parse):
         names = f"{args.table} has parts; name one of {', '.join(part[0].table for part in parts)}"
         raise common.UserError(f"argument --plot, --csv: {names}")
     words = [texts("views", cells[0][:2]).split() for cells in parts]
-    views = [(jobs.table_plan(args, cells), parse(line)) for cells, line in zip(parts, words)]
+    views = [(jobs.table_plan(args, cells), parse(line)[0]) for cells, line in zip(parts, words)]
     return views or [(plan, args)]
-
-
-def reproduce(plan, views, args):
-    """Run a Plan and show its views. Returns the exit code: 2 after a user's mistake, or 1."""
-    compare.check_outputs(args)
-    states = {folder: jobs.state_of(folder, command) for folder, command in plan.commands.items()}
-    lines = jobs.analysis_lines(plan, states)
-    if args.dry_run:
-        print_commands(plan, states, lines)
-        return 0
-    deadline = time.monotonic() + 60 * args.limit
-    failed, stopped = run_all(plan.commands, states, lines, deadline)
-    finished = list(states.values()).count("finished")
-    print(f"\n{finished} of {len(states)} runs finished{stopped}", flush=True)
-    for part, view in views:
-        show(part, view, finished == len(states))
-    for what, code in failed.items():
-        print(f"reproduce: failed, with exit code {code}: {what}", file=sys.stderr)
-    return 2 if 2 in failed.values() else int(bool(failed))
-
-
-def print_commands(plan, states, lines):
-    """Print the commands of what is not finished, and of the analyses."""
-    for folder, command in plan.commands.items():
-        if states[folder] != "finished":
-            resume = " --resume" if states[folder] == "begun" else ""
-            print(f"python {command} --out {shlex.quote(str(folder))}{resume}")
-    for line in lines:
-        print(f"python {line}")
 
 
 def show(plan, view, complete):

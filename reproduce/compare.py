@@ -153,18 +153,18 @@ def write_csv(path, lines):
     run_folder.write_atomically(path, text.getvalue().encode())
 
 
-def replace_section(path, make):
-    """Put what make() prints between the MARKS in a file, unless make() returns that runs failed.
+def replace_section(path, make, marks=MARKS):
+    """Put what make() prints between the marks in a file, unless make() returns that runs failed.
 
     Raises UserError, before anything is made, if the marks are not there.
     """
     try:
-        before, begin, rest = path.read_text().partition(MARKS[0])
+        before, begin, rest = path.read_text().partition(marks[0])
     except (OSError, UnicodeDecodeError) as e:
         raise common.UserError(f"argument --into: {path} cannot be read ({e})") from None
-    _, end, after = rest.partition(MARKS[1])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        begin, end = map(str.strip, MARKS)
+        begin, end = map(str.strip, marks)
         raise common.UserError(f"argument --into: {path} has no line {begin} and, later, {end}")
     with contextlib.redirect_stdout(io.StringIO()) as text:
         damaged = make()

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import pathlib
 import re
 import shlex
@@ -24,6 +25,16 @@ class Plan(NamedTuple):
     folder: pathlib.Path  # where the picture goes
     cells: list = []  # of a table; none of scripts
     names: dict | None = None  # {run folder: [(setting, method) in this table, ...]}
+
+
+def add_flags(parser):
+    """Add the flags by which runs are run."""
+    add, minutes = parser.add_argument, common.number(float, 0, open_low=True)
+    commands = "print the commands of what is not finished, and stop"
+    add("--dry-run", action="store_true", help=commands)
+    limit = "stop cleanly after so long"
+    add("--limit", type=minutes, default=math.inf, metavar="MINUTES", help=limit)
+    add("--runs", metavar="DIR", default="runs", help="where the folders of runs are made")
 
 
 def with_seeds(args, commands):

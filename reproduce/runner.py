@@ -10,14 +10,45 @@ import time
 
 from tqdm import tqdm
 
+from reproduce import jobs
 from reproduce.cells import parsed_flags
-from reproduce.jobs import ROOT
 
 PATIENCE = 5  # seconds for a run to end by itself: Ctrl-C went to it as well, a kill did not
 
 
 class TimeIsUp(Exception):
     """--limit is reached."""
+
+
+def run_plan(plan, args, show):
+    """Run what of a Plan is not finished, then show(whether all is). Return the exit code.
+
+    It is 2 where a run failed by a user's mistake, 1 where one failed otherwise. With --dry-run the
+    commands are printed, and no more.
+    """
+    states = {folder: jobs.state_of(folder, command) for folder, command in plan.commands.items()}
+    lines = jobs.analysis_lines(plan, states)
+    if args.dry_run:
+        print_commands(plan.commands, states, lines)
+        return 0
+    deadline = time.monotonic() + 60 * args.limit
+    failed, stopped = run_all(plan.commands, states, lines, deadline)
+    finished = list(states.values()).count("finished")
+    print(f"\n{finished} of {len(states)} runs finished{stopped}", flush=True)
+    show(finished == len(states))
+    for what, code in failed.items():
+        print(f"reproduce: failed, with exit code {code}: {what}", file=sys.stderr)
+    return 2 if 2 in failed.values() else int(bool(failed))
+
+
+def print_commands(commands, states, lines):
+    """Print the commands of what is not finished, and of the analyses."""
+    for folder, command in commands.items():
+        if states[folder] != "finished":
+            resume = " --resume" if states[folder] == "begun" else ""
+            print(f"python {command} --out {shlex.quote(str(folder))}{resume}")
+    for line in lines:
+        print(f"python {line}")
 
 
 def run_all(commands, states, lines, deadline=math.inf):
@@ -79,7 +110,7 @@ def run_child(line, deadline=math.inf, tick=lambda: None):
     if time.monotonic() >= deadline:
         raise TimeIsUp
     script, *words = line
-    script = script if script == "-m" else str(ROOT / script)
+    script = script if script == "-m" else str(jobs.ROOT / script)
     child = subprocess.Popen([sys.executable, script, *words])
     try:
         while child.poll() is None:

@@ -149,12 +149,3 @@ def is_refused(result, *messages):
     """Whether a command ended with code 2 and one line, which has the messages, and no output."""
     code, out, err = result
     return code == 2 and not out and err.count("\n") == 1 and all(m in err for m in messages)
-
-
-def documented_commands():
-    """Return the lines of all sh blocks in README.md and docs/*.md."""
-    lines = []
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
-            lines += block.replace("\\\n", " ").splitlines()
-    return [line.split("#")[0].strip() for line in lines]

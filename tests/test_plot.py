@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from makers import PLAIN, is_refused, make_groups, make_run, run_compare
+from makers import PLAIN, make_groups, make_run, run_compare
 
 from reproduce.figures import curve
 from reproduce.plot import Picture, lines_over
@@ -45,13 +45,6 @@ def test_pictures(tmp_path, capsys, name, start):
     flags = ["--x", "bytes", "--y", "ema,test_loss"]
     assert run_compare(capsys, *runs, "--plot", tmp_path / name, *flags)[0] == 0
     assert (tmp_path / name).read_bytes().startswith(start)
-
-
-def test_a_file_that_is_no_picture(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    result = run_compare(capsys, make_run(tmp_path / "a"), "--plot", tmp_path / "x.docx")
-    assert is_refused(result, "x.docx")
-    assert not (tmp_path / "x.docx").exists()
 
 
 def groups_of(folder, *commands):

@@ -100,19 +100,6 @@ def test_what_sets_a_published_number_apart_stands_under_the_table(tmp_path, cap
     assert "authors' code" not in run_compare(capsys, other)[1]
 
 
-def test_a_reading_that_is_open_is_told(tmp_path, capsys):
-    cells = [cell for cell in CELLS["rFedAvg", "I"] if cell.setting.endswith("sim=0%")]
-    runs = [
-        make_cell_run(tmp_path / str(i), cell, 50.0)
-        for i, cell in enumerate(cells)
-        if cell.dataset == "MNIST"
-    ]
-    out = run_compare(capsys, *runs)[1]
-    caveats = {cell.caveat for cell in cells} - {""}
-    assert len(caveats) == 3
-    assert all(out.count(caveat) == 1 for caveat in caveats)
-
-
 def test_fedcka_s_times_are_of_training(tmp_path, capsys):
     """Frobenius: 64.73 / 54.82 = 1.18 beside 30 seconds over 10, whatever evaluation took."""
     runs = []
@@ -186,22 +173,6 @@ def test_hessians_stand_beside_the_published_ones(tmp_path, capsys, name, n, pub
     assert re.search(rf" {name} +{n} .* {published} +{re.escape(difference)}", out)
     (tmp_path / "0" / "hessian.json").write_text("[]")
     assert run_compare(capsys, tmp_path / "0")[0] == 0
-
-
-def test_hessians_of_an_earlier_round_are_left_out(tmp_path, capsys):
-    """A run that was analysed after 24 of its 25 rounds, and one after all."""
-    settings = {"diagonal": "tensor"}
-    result = {"eigenvalues": [{"value": 300.0}], "trace": {"value": 6000.0}, "settings": settings}
-    for number in (24, 25):
-        run = make_run(
-            tmp_path / str(number), CELLS["FedAlign", "1"][0].command, number, [50.0] * 25
-        )
-        (run / "hessian.json").write_text(json.dumps({**result, "round": number}))
-    _, out, err = run_compare(capsys, tmp_path / "24", tmp_path / "25")
-    assert re.search(r" lambda_max +1 ", out)
-    assert err.count("\n") == 1 and "24/hessian.json: left out" in err
-    _, out, err = run_compare(capsys, tmp_path / "24")
-    assert "lambda_max" not in out and err.count("\n") == 1
 
 
 def test_the_centralised_bound(tmp_path, capsys):

@@ -14,7 +14,6 @@ from makers import (
     GLYPHS,
     SCRIPTS,
     cell_folder,
-    documented_commands,
     is_refused,
     make_cell_run,
     make_run,
@@ -277,30 +276,6 @@ def test_help_begins_with_the_description(capsys, module):
     assert capsys.readouterr().out.startswith(module.__doc__.splitlines()[0])
 
 
-def test_documented_commands(capsys, tmp_path):
-    """README's and docs' commands of tables and sweeps."""
-    lines = [line for line in documented_commands() if line.startswith("python -m reproduce ")]
-    assert len(lines) >= 2
-    for line in lines:
-        argv = [*shlex.split(line)[3:], "--dry-run", "--runs", tmp_path]
-        assert run_reproduce(capsys, *argv)[0] == 0, line
-
-
-def test_documented_commands_of_compare(monkeypatch):
-    """Each is parsed as far as its folders, which are not there."""
-    lines = [line for line in documented_commands() if "python -m reproduce.compare " in line]
-    assert lines
-    seen = []
-    monkeypatch.setattr(compare, "report", lambda folders, args: seen.append(args))
-    monkeypatch.setattr(compare, "replace_section", lambda path, make: make())  # writes nothing
-    monkeypatch.setattr(compare, "check_outputs", lambda args: None)
-    for line in lines:
-        with pytest.raises(SystemExit) as e:
-            compare.main(shlex.split(line)[3:])
-        assert e.value.code == 0, line
-    assert len(seen) == len(lines)
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -309,7 +284,7 @@ def test_documented_commands_of_compare(monkeypatch):
     ],
 )
 def test_outputs_are_checked_before_any_run(tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(command_module, "run_all", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(runner, "run_all", lambda *_: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").touch()
     if "--plot" in words:
@@ -493,7 +468,7 @@ def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     shown = []
     monkeypatch.setattr(compare, "report", lambda *args: shown.append(args))
-    monkeypatch.setattr(command_module, "run_all", lambda *_: ({}, ""))
+    monkeypatch.setattr(runner, "run_all", lambda *_: ({}, ""))
     for part in "abcd":
         cell = home(CELLS["rFedAvg", f"fig9{part}"][1])
         folder = cell_folder(tmp_path, cell)

@@ -1,0 +1,141 @@
+"""The command reproduce benchmark: its table by hand, its pages, and all of it on glyphs."""
+
+import importlib
+import re
+
+import pytest
+from makers import CELLS, ROOT, is_refused, make_run, read_rows, run_reproduce
+from runs import config_of, write_config
+
+from reproduce import benchmark, runner
+
+CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """README.md without the marks and a page with them, in place of the project's; the latter."""
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "benchmark.md"]
+    pages[1].parent.mkdir()
+    pages[0].write_text("no marks")
+    pages[1].write_text("before\n{}old\n{}after\n".format(*benchmark.MARKS))
+    monkeypatch.setattr(benchmark, "PAGES", pages)
+    monkeypatch.setattr(benchmark, "PICTURE", tmp_path / "docs" / "benchmark.svg")
+    monkeypatch.setattr(benchmark, "KEPT", tmp_path / "kept" / "benchmark")
+    return pages[1]
+
+
+def make(root, method, k, accuracies, name=None, setting="alpha=0.5", **more):
+    """Make a run of a cell on partition k, of 46 rounds at 1% and those given."""
+    command = f"{CELL[setting, method].command} --data-seed {k}"
+    folder = root / "benchmark" / f"{name or method.lower()}-ds{k}"
+    return make_run(folder, command, accuracies=[1.0] * 46 + [*accuracies], **more)
+
+
+def rows_in(text):
+    """Return {method: cells} of the first Markdown table in a text."""
+    lines = text.partition("Two labels")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {method: own for method, *own in cells}
+
+
+def test_the_table_by_hand(tmp_path, capsys, pages):
+    """Differences, ratios and rounds are of runs on one partition; what is not finished is out."""
+    runs = tmp_path / "runs"
+    make(runs, "FedAvg", 0, (10, 20, 30, 40), client_acc_worst=8.0)
+    make(runs, "FedAvg", 1, (10, 20, 30, 50), client_acc_worst=9.0)
+    make(runs, "SCAFFOLD", 0, (10, 41, 42, 46), bytes_up=10200)  # + 12750 down, over 25500
+    make(runs, "SCAFFOLD", 1, (10, 20, 30, 48), bytes_up=10200)
+    make(runs, "FedNova", 2, (10, 20, 30, 44))  # where FedAvg has not been
+    make(runs, "FedProx", 0, (10, 20, 30))
+    assert run_reproduce(capsys, "benchmark", "--publish", "--runs", runs)[:2] == (0, "")
+    rows = rows_in(pages.read_text())
+    heads = ["accuracy", "over FedAvg", "worst client", "s", "MB", "rounds to", "published"]
+    assert rows["method"] == heads
+    own = ["45.00 +- 7.07 (2)", "-", "8.50 +- 0.71 (2)", "1.00x", "1.00x", "50 +- 0", "68.2"]
+    assert rows["FedAvg"] == own
+    assert rows["SCAFFOLD"] == [
+        *("47.00 +- 1.41 (2)", "+2.00 +- 5.66 (2)", "-", "1.00x", "0.90x"),
+        *("50+ (1 of 2: 48)", "69.8"),
+    ]
+    assert rows["FedNova"] == ["44.00 (1)", *5 * ["-"], "66.8"]
+    assert rows["FedProx"] == ["not run", *5 * ["-"], "67.9"]
+    assert rows["FedCKA"] == ["not run", *6 * ["-"]]
+
+
+def test_pages_and_results(tmp_path, capsys, pages):
+    """Finished runs are kept without their place, and the page is made of those."""
+    pytest.importorskip("matplotlib")
+    runs = tmp_path / "runs"
+    for k in (0, 1):
+        make(runs, "FedAvg", k, (10, 20, 30, 40))
+        make(runs, "MOON", k, (10, 20, 30, 41 + k))
+    make(runs, "FedAvg", 0, (1, 2, 3, 4), "labels2-fedavg", "labels=2")
+    run_reproduce(capsys, "benchmark", "--publish", "--runs", runs)
+    kept = tmp_path / "kept" / "benchmark" / "moon-ds1"
+    assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
+    assert config_of(kept)["flags"]["out"] == "results/benchmark/moon-ds1"
+    assert read_rows(kept) == read_rows(runs / "benchmark" / "moon-ds1")
+    text = pages.read_text()
+    assert "](benchmark.svg)" in text and text.startswith("before\n") and text.endswith("after\n")
+    assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
+    assert re.search(r"Two labels a client:\n\n.*\n.*\n\| FedAvg \| 4\.00 \(1\) ", text)
+    run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
+    assert pages.read_text() == text
+
+
+def test_runs_of_other_flags_are_not_published(tmp_path, capsys, pages):
+    folder = make(tmp_path, "MOON", 0, (1, 2, 3, 4))
+    write_config(folder, flags=config_of(folder)["flags"] | {"lr": 0.5})
+    argv = ["benchmark", "--publish", "--runs", tmp_path]
+    assert is_refused(run_reproduce(capsys, *argv), "another --lr (0.5, now 0.01)", "moon-ds0")
+    assert is_refused(run_reproduce(capsys, *argv, "--quick"), "argument --publish")
+    assert "old" in pages.read_text()
+
+
+def test_the_page_is_of_the_results_kept():
+    """docs/benchmark.md is what --publish makes of results/benchmark/."""
+    text = (ROOT / "docs" / "benchmark.md").read_text()
+    section = text.partition(benchmark.MARKS[0])[2].partition(benchmark.MARKS[1])[0]
+    for cell in CELL.values():
+        assert f"| {cell.method} |" in section
+    for row in rows_in(section).values():
+        assert row[0] in ("accuracy", "not run") or re.search(r"\(\d\)$", row[0])
+
+
+def test_the_command_on_glyphs(tmp_path, capsys, monkeypatch):
+    """Runs, a table of their numbers and a picture; given again it runs nothing."""
+    pytest.importorskip("matplotlib")
+    started = []
+
+    def run_child(line, *_):
+        started.append(line[0])
+        importlib.import_module(line[0].removesuffix(".py")).main([*line[1:], "--quiet"])
+        return 0
+
+    monkeypatch.setattr(runner, "run_child", run_child)
+    flags = (
+        "--dataset glyphs --rounds 2 --local-steps 2 --clients 2 --labels 62 --data-seeds 2".split()
+    )
+    argv = ["benchmark", *flags, "--only", "fedavg,FedNova", "--runs", tmp_path]
+    code, out, err = run_reproduce(capsys, *argv)
+    assert code == 0, err
+    assert "8 of 8 runs finished" in out and len(started) == 8
+    root = tmp_path / "benchmark-glyphs-clients2-labels62-local-steps2"
+    assert (root / "picture.png").exists()
+    last = [read_rows(root / f"fednova-ds{k}")[-1] for k in (0, 1)]
+    mean = sum(row["test_acc"] for row in last) / 2
+    worst = sum(row["client_acc_worst"] for row in last) / 2
+    assert "68.2" not in out  # published of another data set
+    line = next(line for line in out.splitlines() if line.startswith("FedNova"))
+    assert re.search(rf"^FedNova +{mean:.2f} \+- .* {worst:.2f} \+- ", line)
+    flags = config_of(root / "labels2-fedavg-ds1")["flags"]
+    assert (flags["partition"], flags["data_seed"], flags["seed"]) == ("labels", 1, 0)
+    assert run_reproduce(capsys, *argv)[0] == 0 and len(started) == 8
+
+
+def test_quick(tmp_path, capsys):
+    """One partition, five rounds of an epoch, in a folder of its own."""
+    argv = ["benchmark", "--quick", "--only", "moon", "--dry-run", "--runs", tmp_path]
+    (line,) = run_reproduce(capsys, *argv)[1].splitlines()
+    assert "--rounds 5 --epochs 1" in line and line.endswith("benchmark-epochs1/moon-ds0")
