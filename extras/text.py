@@ -182,7 +182,7 @@ def word_vectors(source, words, seed=0):
     row = {word: i for i, word in enumerate(words, 2)}
     vectors, i = np.zeros((0, 0), np.float32), 0
     try:
-        with open(source, "rb") as f:
+        with open(source, "rb") as f, np.errstate(over="ignore"):  # inf is refused below
             lines = tqdm(f, "reading word vectors", leave=False, disable=None, unit=" lines")
             for i, line in enumerate(lines, 1):
                 if i == 1:  # it says how wide they are; a word may hold spaces
