@@ -11,7 +11,7 @@ import stochdepth
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import TINY, args_of, same
+from conftest import same
 from hand import (
     DOUBLE,
     batch,
@@ -182,6 +182,8 @@ def test_a_skipped_block_keeps_its_statistics():
                 assert not torch.equal(after[name], before[i][name])
             else:
                 assert torch.equal(after[name], before[i][name])
+        for a, b in zip(block.shortcut.buffers(), twin.shortcut.buffers()):
+            assert torch.allclose(a, b, rtol=1e-10)  # which sees every batch
 
 
 def residual(branch):
@@ -312,9 +314,7 @@ def test_gradaug_step(flatten):
     assert all(torch.equal(statistics[k], expected[k]) for k in expected if "running" in k)
 
 
-def test_gradaug_defaults_and_same_channels():
-    mus = [args_of(gradaug, *TINY, "--subnets", n).mu for n in "1234"]
-    assert mus == [2.0, 1.75, 1.5, 1.25]
+def test_gradaug_same_channels():
     assert common.make_divisible(50, 1.0) == 50
     channels = (16, 32, 64, 128, 256)
     for width in (0.8, 0.813, 0.9, 0.999, 1.0):
