@@ -125,15 +125,20 @@ def refused_amid_output(capsys, script, argv, *words):
         assert word in lines[0], err
 
 
+def run_once(out, script, *argv):
+    """Run a script into out, on 600 glyphs, outside of a test; return out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
+        torch.set_num_threads(1)
+        script.main([*TINY, *argv, "--out", str(out)])
+    return out
+
+
 @pytest.fixture(scope="session")
 def original_run(tmp_path_factory):
     """The folder of a run with client models on 600 glyphs, not to be changed."""
     out = tmp_path_factory.mktemp("runs") / "a"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
-        torch.set_num_threads(1)
-        fedavg.main([*TINY, "--clients", "3", "--save-clients", "--no-nesterov", "--out", str(out)])
-    return out
+    return run_once(out, fedavg, "--clients", "3", "--save-clients", "--no-nesterov")
 
 
 @pytest.fixture

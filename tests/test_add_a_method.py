@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, flags, plainly, same
+from conftest import TINY, flags
 from methods import ROOT
 from test_docs import code_lines, write_scripts
 
@@ -78,25 +78,12 @@ def test_a_client_without_a_step_weighs_none():
     assert not any(d.any() for d in client.sums["d"])
 
 
-@pytest.mark.parametrize("flag, value", [("--persist-opt", []), ("--optimizer", ["adam"])])
-def test_fednova_refuses_by_the_flag_s_name(flag, value):
-    with pytest.raises(common.UserError, match=f"argument {flag}: "):
-        fednova.main([*TINY, flag, *value])
-
-
 def test_fednova_of_equal_steps_is_fedavg(tmp_path):
     words = [*TINY, "--local-steps", "3"]
     found, _ = fednova.main([*words, "--out", str(tmp_path / "a")])
     plainly, _ = fedavg.main([*words, "--out", str(tmp_path / "b")])
     pairs = zip(found.state_dict().values(), plainly.state_dict().values())
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-
-
-def test_fednova_is_equal_in_plain(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "CORES", 1)
-    words = [*TINY, "--workers", "1", "--drop-last", "--sample", "0.5"]
-    net, _ = fednova.main([*words, "--out", str(tmp_path / "run")])
-    assert same(net.state_dict(), fednova.main(words, run=plainly)[0].state_dict())
 
 
 def test_the_contract_is_whole():

@@ -22,7 +22,7 @@ def run(*argv):
 def test_all_is_survived_or_refused():
     done = run("tests/chaos.py", *"--minutes 9 --seed 0 --cases 2".split())
     assert done.returncode == 0, done.stdout + done.stderr
-    for section in ("kills", "damage", "fuzz"):
+    for section in ("kills", "damage"):
         assert f"{section}: 2 tried, 2 survived, 0 failed" in done.stdout
 
 

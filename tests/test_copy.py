@@ -10,6 +10,8 @@ import torch
 from conftest import same
 from methods import METHODS, ROOT, needed
 
+import common
+
 STEPS = "--dataset mnist --model cnn --clients 12 --sample 0.1 --rounds 1 --local-steps 2"
 STEPS = [*STEPS.split(), *"--partition iid --validation 0.1 --device cpu --quiet".split()]
 LOOP = """
@@ -76,12 +78,10 @@ def test_every_script_trains_on_its_own(tmp_path, steps):
 def test_fedavg_from_the_shell(tmp_path, steps):
     """--out keeps three files; with the engine and its run folder beside, there is a run."""
     folder = copied(tmp_path / "copy", "common.py", "fedavg.py")
-    done = run(folder, [sys.executable, "fedavg.py", *steps])
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    names = ["common.py", "fedavg.py"]
-    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
     done = run(folder, [sys.executable, "fedavg.py", *steps, "--out", "run"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    names = ["common.py", "fedavg.py", "run"]
+    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
     kept = ["config.json", "metrics.jsonl", "model.pt"]
     assert sorted(p.name for p in (folder / "run").iterdir()) == kept
     for name in ("engine.py", "run_folder.py"):
@@ -93,22 +93,50 @@ def test_fedavg_from_the_shell(tmp_path, steps):
     assert same(*models)
 
 
-@pytest.mark.parametrize(
-    "name, argv, file",
-    [
-        ("fedmlb", "--dyn-alpha 0.1", "feddyn.py"),
-        ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
-        ("fedavg", "--workers 2", "engine.py, run_folder.py: needed by --workers"),
-        ("fedavg", "--save-clients", "engine.py, run_folder.py: needed by --save-clients"),
-        ("fedavg", "--resume --out run", "engine.py: needed by --resume"),
-        ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
-        ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),
-    ],
-)
-def test_a_missing_file_is_one_line(tmp_path, steps, name, argv, file):
-    folder = copied(tmp_path / "copy", "common.py", f"{name}.py")
-    command = [sys.executable, f"{name}.py", *steps, *argv.split()]
-    done = run(folder, command)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert file in done.stderr
+MISSING = [  # files that are copied, a command, and what its line names
+    ("fedmlb", "--dyn-alpha 0.1", "feddyn.py"),
+    ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
+    ("fedavg", "--workers 2", "engine.py, run_folder.py: needed by --workers"),
+    ("fedavg", "--save-clients", "engine.py, run_folder.py: needed by --save-clients"),
+    ("fedavg", "--resume --out run", "engine.py: needed by --resume"),
+    ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
+    ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),
+    ("fedavg", "--dataset femnist", "extras/readers.py: needed by --dataset femnist"),
+    ("fedavg", "--model vgg9", "extras/backbones.py: needed by --model vgg9"),
+    ("fedavg", "--dataset sent140 --model lstm --vectors random", "extras/text.py: needed by"),
+    ("fedavg", "--partition similarity", "extras/partitions.py: needed by --partition"),
+    ("fedavg", "--client-test", "extras/partitions.py: needed by --client-test"),
+]
+LINES = """
+import sys
+import common
+
+for line in sys.stdin.read().splitlines():
+    name, *argv = line.split()
+    try:
+        __import__(name).main(argv)
+        print()
+    except common.UserError as e:
+        print(e)
+"""
+
+
+def test_a_missing_file_is_one_line(tmp_path, steps):
+    scripts = [f"{name}.py" for name in ("fedavg", "fedmlb", "fedcka")]
+    folder = copied(tmp_path / "copy", "common.py", *scripts)
+    lines = "\n".join(" ".join([name, *steps, argv]) for name, argv, _ in MISSING)
+    done = run(folder, [sys.executable, "-c", LINES], input=lines)
+    assert done.returncode == 0, done.stderr
+    for line, (_, _, file) in zip(done.stdout.splitlines(), MISSING, strict=True):
+        assert file in line and "copy" in line
+    done = run(folder, [sys.executable, "fedavg.py", *steps, "--server", "adam"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_an_error_within_a_file_is_not_a_missing_file(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import a_package_that_is_not_installed\n")
+    import extras
+
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+        common.import_extra("broken", "--dataset femnist")

@@ -6,14 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, make_folder, refused_amid_output
+from conftest import TINY, make_folder
 from PIL import Image
 from support import make_imagenet
 
 import common
 import run_folder
 import fedavg
-from analysis import similarity
 
 SMALL = [*TINY, *"--partition iid --clients 2 --batch-size 4 --local-steps 1".split()]
 
@@ -52,13 +51,6 @@ def folder_run(originals, tmp_path):
     return tmp_path / "images", tmp_path / "run"
 
 
-def test_an_analysis_reads_the_data_of_the_run(folder_run, capsys):
-    root, out = folder_run
-    (root / "train" / "ape" / "0.png").unlink()
-    argv = [out, "--device", "cpu", *at(root)]
-    refused_amid_output(capsys, similarity, argv, str(out), "labels", "put them back")
-
-
 def at(root):
     return ["--data-dir", str(root)]
 
@@ -81,16 +73,6 @@ CHANGES = [
 def test_changed_images(folder_run, change, what):
     change(folder_run[0])
     resumed(folder_run[1], what, more=at(folder_run[0]))
-
-
-def test_touched_and_moved_images_are_the_same(folder_run, tmp_path):
-    """Neither times nor places count."""
-    root, out = folder_run
-    (root / "train/ape/0.png").touch()
-    root.rename(tmp_path / "moved")
-    words = ["--out", str(out), "--resume", "--rounds", "2"]
-    _, rows = fedavg.main([*words, *at(tmp_path / "moved")])
-    assert len(rows) == 2
 
 
 def test_an_edited_split_file(tmp_path):
@@ -138,26 +120,6 @@ def test_changed_tensors(data, what):
     parts = np.split(np.arange(20), 4)
     before, after = (run_folder.data_digests(d, parts) for d in (OWN, data))
     assert [k for k in before if before[k] != after[k]] == [what]
-
-
-@pytest.mark.parametrize("distance", [1, 2, 5, 19])
-def test_exchanged_samples_and_indices(distance):
-    """At any distance, so that nothing is added up before it counts."""
-    index = torch.arange(20)
-    index[0], index[distance] = distance, 0
-    parts = np.split(np.arange(20), 4)
-    before = run_folder.data_digests(OWN, parts)
-    assert run_folder.data_digests(own(x=OWN.x[index]), parts)["samples"] != before["samples"]
-    parts = np.split(index.numpy(), 4)
-    assert run_folder.data_digests(OWN, parts)["partition"] != before["partition"]
-
-
-def test_samples_that_are_held_out_count():
-    held = {"x_val": OWN.x_test, "y_val": OWN.y_test}
-    parts, darker = np.split(np.arange(20), 4), {**held, "x_val": OWN.x_test // 2}
-    assert run_folder.data_digests(own(**held), parts) != run_folder.data_digests(
-        own(**darker), parts
-    )
 
 
 def test_changed_streamed_images(tmp_path, monkeypatch):

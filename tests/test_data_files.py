@@ -2,12 +2,11 @@
 
 import importlib
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, flags, needs_gpu, refusal, same
+from conftest import TINY, flags, needs_gpu, same
 from PIL import Image
 from support import make_femnist, make_imagenet, make_tiny_imagenet, refused
 from torchvision import transforms
@@ -82,18 +81,14 @@ DAMAGED_SHARDS = [
     (lambda path: path.write_bytes(b"\xff"), ["not UTF-8"]),
     (write("[" * 99999), ["not a shard", "RecursionError"]),
     (write("[1, 2]"), ["not a shard", "TypeError"]),
-    (edit(lambda shard, data, user: shard.update(num_samples=5)), ["not a shard"]),
     (edit(lambda shard, data, user: shard["num_samples"].pop()), ["not a shard", "shorter"]),
     (edit(lambda shard, data, user: shard["user_data"].pop(user)), ["f01_3", "KeyError"]),
     (edit(lambda shard, data, user: data["x"].pop()), ["f01_3", "2 x and 3 y", "says 3"]),
     (edit(repeat_a_user), ["f01_3", "listed twice"]),
-    (edit(lambda shard, data, user: data["x"][1].pop()), ["f01_3"]),
     (edit(lambda shard, data, user: data.update(x=[[0.5] * 100] * 3)), ["f01_3", "reshape"]),
     (edit(lambda shard, data, user: data["x"][0].__setitem__(5, 255)), ["f01_3", "0 to 1"]),
-    (edit(lambda shard, data, user: data["x"][0].__setitem__(0, 10**400)), ["f01_3"]),
     (edit(lambda shard, data, user: data["y"].__setitem__(0, 62)), ["f01_3", "0 to 61"]),
     (edit(lambda shard, data, user: data["y"].__setitem__(0, "a")), ["f01_3"]),
-    (edit(lambda shard, data, user: shard.update(users=[], num_samples=[])), ["no samples"]),
     (lambda path: path.unlink(), ["no samples in *.json", "LEAF", "femnist"]),
 ]
 
@@ -107,25 +102,6 @@ def test_damaged_shards(tmp_path, capsys, damage, words):
     damage(path)
     where = folder if words[0].startswith("no samples") else path
     refused(capsys, ["--dataset", "femnist", "--data-dir", str(tmp_path)], str(where), *words)
-
-
-def test_a_user_in_two_shards(tmp_path):
-    make_femnist(tmp_path)
-    folder = tmp_path / "femnist" / "train"
-    shutil.copy(folder / "all_data_1_train.json", folder / "copy.json")
-    line = refusal(readers.femnist, tmp_path / "femnist")
-    assert "copy.json, user 'f04_5': " in line and "listed twice" in line
-
-
-@pytest.mark.parametrize(
-    "dataset, words",
-    [
-        ("femnist", ["femnist/train", "preprocess.sh", "copy both"]),
-        ("tiny-imagenet", ["tiny-imagenet-200/wnids.txt", "unzip http://cs231n"]),
-    ],
-)
-def test_missing_data_say_what_to_do(tmp_path, capsys, dataset, words):
-    refused(capsys, ["--dataset", dataset, "--data-dir", str(tmp_path)], *words)
 
 
 # --- Tiny-ImageNet
@@ -157,11 +133,6 @@ def test_tiny_imagenet(tmp_path, monkeypatch):
     assert cifar.std.flatten().tolist() == pytest.approx([0.2470, 0.2435, 0.2616])
 
 
-def remove_a_class(root):
-    for path in (root / "train/n02/images").iterdir():
-        path.unlink()
-
-
 def annotate(raw):
     """Return a damage: raw, bytes, instead of the annotations."""
     return lambda root: (root / "val/val_annotations.txt").write_bytes(raw)
@@ -176,10 +147,8 @@ def make_unreadable(root):
 
 
 DAMAGED_TINY_IMAGENET = [
-    (remove_a_class, ["train/n02", "no images"]),
     (annotate(b"val_0.JPEG\tn03\t0\t0\t1\t1\nval_1.JPEG\n"), ["annotations.txt, line 2", "''"]),
     (lambda root: (root / "val/images/val_1.JPEG").unlink(), ["val_1.JPEG", "No such file"]),
-    (annotate(b"\xff\xfe\x00"), ["val_annotations.txt", "UTF-8"]),
     (make_narrow, ["n01_1.JPEG", "48x64", "64x64"]),
     (make_unreadable, ["n01_1.JPEG", "not a readable image"]),
 ]

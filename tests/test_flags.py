@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, flags, from_shell, make_folder, refused
+from methods import SCRIPTS
 from PIL import Image
 
 import common
 import fedalign
 import fedavg
 import fedprox
-import gradaug
 from analysis import partition
 
 
@@ -86,53 +86,69 @@ def test_device_is_auto_by_default(monkeypatch):
     assert parsed("").device == "cpu"
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("--clients 0", ["--clients", "at least 1"]),
-        ("--sample 0", ["--sample", "above 0"]),
-        ("--sample 1.5", ["--sample", "at most 1"]),
-        ("--alpha 0", ["--alpha", "above 0"]),
-        ("--alpha nan", ["--alpha", "nan"]),
-        ("--rounds -1", ["--rounds", "-1"]),
-        ("--rounds 2.5", ["--rounds", "integer"]),
-        ("--dataset cifar11", ["--dataset", "cifar11", "glyphs"]),
-        ("--lr inf", ["--lr"]),
-        ("--lr 1e39", ["--lr", "at most 3.4"]),
-        ("--augment crop,spin", ["--augment", "rotateDEGREES"]),
-        ("--augment crop,reflect-crop", ["--augment", "crop or reflect-crop"]),
-        ("--workers many", ["--workers"]),
-        ("--nonsense", ["--nonsense"]),
-        ("--model vit", ["--model", "resnet56"]),
-        ("--device tpu", ["--device", "cuda"]),
-        (f"--rounds {'9' * 1200}", ["--rounds", "at most"]),
-        ("--model resnet18 --batch-size 1", ["--batch-size", "batch norm"]),
-        ("--seed -1", ["--seed"]),
-        ("--similarity 101", ["--similarity", "100"]),
-        ("--split-file x", ["--split-file", "--partition file"]),
-        ("--partition file", ["--split-file"]),
-        ("--clients 61", ["600", "61", "--clients"]),
-        ("--partition file --split-file /nonexistent", ["--split-file /nonexistent"]),
-        ("--partition natural --clients 300", ["writers"]),
-        ("--partition iid --clients 601", ["no sample"]),
-        ("--drop-last --batch-size 599", ["--drop-last"]),
-        ("--dataset folder --data-dir /nonexistent", ["/nonexistent", "train"]),
-        ("--image-size 10", ["--image-size"]),
-        ("--model resnet56 --partition iid --clients 600", ["single sample"]),
-        ("--image-size 2147483647", ["--image-size", "at most 4096"]),
-        ("--server adam --server-tau 1e308", ["--server-tau", "at most 1e+18"]),
-        ("--lr-decay 1.1", ["--lr-decay", "above 0 and at most 1"]),
-    ],
-)
-def test_bad_flags(tmp_path, capsys, argv, words):
+REFUSALS = """
+--clients 0 | --clients; at least 1
+--sample 0 | --sample; above 0
+--sample 1.5 | --sample; at most 1
+--alpha nan | --alpha; nan
+--rounds 2.5 | --rounds; integer
+--dataset cifar11 | --dataset; cifar11; glyphs
+--lr inf | --lr
+--lr 1e39 | --lr; at most 3.4
+--augment crop,spin | --augment; rotateDEGREES
+--augment crop,reflect-crop | --augment; crop or reflect-crop
+--workers many | --workers
+--nonsense | --nonsense
+--model vit | --model; resnet56
+--device tpu | --device; cuda
+--rounds NINES | --rounds; at most
+--model resnet18 --batch-size 1 | --batch-size; batch norm
+--seed -1 | --seed
+--similarity 101 | --similarity; 100
+--split-file x | --split-file; --partition file
+--partial-split | --partial-split; --partition file
+--partition file | --split-file
+--clients 61 | 600; 61; --clients
+--partition file --split-file /nonexistent | --split-file /nonexistent
+--partition natural --clients 300 | writers
+--partition iid --clients 601 | no sample
+--partition labels --labels 63 | --labels 63; has 62 labels
+--partition labels | --partition labels; more --clients or --labels
+--drop-last --batch-size 599 | --drop-last
+--dataset folder --data-dir /nonexistent | /nonexistent; train
+--image-size 10 | --image-size
+--image-size 2147483647 | --image-size; at most 4096
+--model resnet56 --partition iid --clients 600 | single sample
+--server adam --server-tau 1e308 | --server-tau; at most 1e+18
+--lr-decay 1.1 | --lr-decay; above 0 and at most 1
+fedbn | --model cnn: no batch norm
+--validation 0.0001 | --validation; of 600
+--validation 1 | --validation; of 600
+--validation 0.1 --partition file --split-file x | --validation; --partition file
+--leak | --leak; sent140
+fedcka --layers 99 | --layers; cnn has 7
+fedcka --batch-size 2 | --batch-size; at least 3
+fedmlb --pathways 9 | --pathways
+stochdepth | --model cnn; residual
+stochdepth --keep 1 | --model
+rfedavg_dp --noise 1 | --noise-clip
+rfedavg --noise 1 | --noise
+scaffold --correction gradient --persist-opt | --persist-opt
+fednova --persist-opt | argument --persist-opt
+fednova --optimizer rmsprop | argument --optimizer
+"""
+
+
+@pytest.mark.parametrize("line", REFUSALS.strip().splitlines())
+def test_refusals(tmp_path, capsys, line):
+    """One line with all these words; no folder is made."""
+    words, _, expected = line.replace("NINES", "9" * 1200).partition(" | ")
+    name, *argv = words.split()
+    if name.startswith("--"):
+        name, argv = "fedavg", words.split()
     out = tmp_path / "run"
-    refused(capsys, fedavg, [*TINY, "--out", out, *argv.split()], *words)
+    refused(capsys, SCRIPTS[name], [*TINY, "--out", out, *argv], *expected.split("; "))
     assert not out.exists()
-
-
-def test_large_resolutions(capsys):
-    argv = [*TINY, "--resolutions", "16,2147483647"]
-    refused(capsys, gradaug, argv, "--resolutions", "at most 4096")
 
 
 @pytest.mark.parametrize("argv", [["a\nb"], ["--only\nb", "c"], ["--lr", "a\nb"]])
@@ -142,10 +158,6 @@ def test_a_newline_in_a_word(capsys, argv):
 
 def test_learning_rates_of_all_rounds_are_finite():
     assert parsed("--lr-decay 1e-300 --rounds 100000").rounds == 100000
-
-
-def test_resume_needs_a_folder(capsys):
-    refused(capsys, fedavg, [*TINY, "--resume"], "--resume", "--out")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -247,17 +259,14 @@ def test_a_flag_of_another_script_names_it(capsys, flag, scripts):
     assert capsys.readouterr().err.endswith(line)
 
 
-def test_nothing_is_suggested_where_nothing_is_near(capsys):
-    with pytest.raises(SystemExit):
-        from_shell(fedavg, ["--xyzzy", "a"])
-    assert capsys.readouterr().err == "fedavg.py: error: unrecognized arguments: --xyzzy a\n"
-
-
-def test_other_commands_suggest_too(capsys):
-    with pytest.raises(SystemExit):
-        from_shell(partition, ["--client", "5"])
-    err = capsys.readouterr().err
-    assert err.endswith("error: unrecognized arguments: --client 5; did you mean --clients?\n")
+def test_other_commands_suggest_too_and_nothing_where_nothing_is_near(capsys):
+    for script, line in (
+        (fedavg, "fedavg.py: error: unrecognized arguments: --xyzzy a\n"),
+        (partition, "unrecognized arguments: --client 5; did you mean --clients?\n"),
+    ):
+        with pytest.raises(SystemExit):
+            from_shell(script, ["--xyzzy", "a"] if script is fedavg else ["--client", "5"])
+        assert capsys.readouterr().err.endswith(line)
 
 
 def test_help_is_short(capsys):
@@ -279,3 +288,10 @@ def test_help_is_short(capsys):
     assert all(choice in out for flag in flags for choice in flag.choices or [])
     assert "(default: False)" not in out
     assert "--local-epochs" in out
+
+
+@pytest.mark.parametrize("place", ["file/run", "file"])
+def test_a_folder_that_cannot_be_made(tmp_path, capsys, place):
+    (tmp_path / "file").write_text("kept")
+    refused(capsys, fedavg, [*TINY, "--out", tmp_path / place], str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "kept"

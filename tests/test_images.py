@@ -11,6 +11,7 @@ from PIL import Image
 from test_docs import ROOT, blocks_of
 
 import common
+import run_folder
 import extras.glyphs
 from extras import images
 
@@ -182,3 +183,42 @@ def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
         expected = [pixels for _, pixels in sorted(written[part].items())]
         assert np.array_equal(x.flatten(1).numpy(), np.stack(expected))
         assert [data.names[label] for label in y] == [key[0] for key in sorted(written[part])]
+
+
+# --- caches: nothing of other files is read
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """A folder of images with its cache."""
+    root = make_folder(tmp_path)
+    images.folder(root)
+    return root
+
+
+def cache_of(root):
+    (path,) = root.glob(images.CACHE)
+    return path
+
+
+def test_the_cache_of_other_files_is_made_again(cached, tmp_path):
+    """As after a copy of one cache over another."""
+    expected = images.folder(cached).x
+    other = make_folder(tmp_path / "other", classes=("cat", "dog"))
+    images.folder(other)
+    content = run_folder.load(cache_of(other))
+    content["tensors"]["images"].zero_()
+    run_folder.save(content, cache_of(cached))
+    assert torch.equal(images.folder(cached).x, expected)
+
+
+def test_one_cache_is_kept(cached):
+    """Other sizes and what kills have left go when one is written; other files stay."""
+    name = cache_of(cached).name
+    kept = [".cache-mine.pt", ".cache-mine.pt.1.tmp", "x.tmp"]
+    for file in [*kept, f"{name}.1.tmp", ".cache-01234567.pt"]:
+        (cached / file).write_text("some")
+    images.folder(cached, 8)
+    found = {path.name for path in cached.iterdir() if path.is_file()}
+    assert found == {*kept, cache_of(cached).name}
+    assert name not in found

@@ -3,24 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from conftest import TINY
-from methods import ROOT
 from runs import rounds_in, start
-
-
-def test_script_help():
-    """The paper and the defaults."""
-    command = [sys.executable, "fedprox.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    shown = " ".join(done.stdout.split())
-    assert "MLSys 2020" in shown
-    assert "(default: 0.0001)" in shown
-    assert "--client_number" not in shown
-    assert "--clients: --client-number, --n-parties" in shown
 
 
 def started(out, *argv):
@@ -70,10 +57,3 @@ def test_closed_streams(tmp_path, closed):
     argv = [*TINY[:-3], "--device", "cpu", "--local-steps", "1", "--out", str(tmp_path / "run")]
     assert start("fedavg", *argv, preexec_fn=close).wait(200) == 0
     assert rounds_in(tmp_path / "run") == 2
-
-
-def test_a_full_stderr(tmp_path):
-    """The mistake is not said, and the exit code stands."""
-    with open("/dev/full", "w") as full:
-        argv = [*TINY, "--clients", "61", "--out", str(tmp_path / "run")]
-        assert start("fedavg", *argv, stderr=full).wait(200) == 2

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.nn as nn
 from conftest import TINY, flags, plainly, refused, same
 from methods import METHODS, SCRIPTS, SHORT, VARIANTS, final_once, needed
 
@@ -61,11 +60,6 @@ def test_the_engine(tmp_path, unevaluated, more):
     check("fedavg", tmp_path / "run", "--rounds", "3", *more.split())
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "mixup", "rfedavg", "gradaug"])
-def test_any_number_of_workers(tmp_path, unevaluated, name):
-    check(name, tmp_path / "run", "--local-steps", "4", "--persist-opt", "--workers", "3")
-
-
 @pytest.mark.parametrize("name", ["fedavg", "moon", "rfedavg_code"])
 def test_text(tmp_path, unevaluated, name):
     """Sentiment140's CSV, an LSTM on random word vectors."""
@@ -79,21 +73,6 @@ def test_text(tmp_path, unevaluated, name):
     argv = "--dataset sent140 --model lstm --vectors random --partition natural --clients 3"
     argv = [*argv.split(), "--data-dir", str(tmp_path), "--batch-size", "5"]
     check(name, tmp_path / "run", *argv)
-
-
-def test_own_data_and_network(tmp_path):
-    def own():
-        torch.manual_seed(5)
-        x, y = torch.randint(0, 256, (90, 1, 4, 4), dtype=torch.uint8), torch.arange(90) % 3
-        data = common.Data(x[:60], y[:60], x[60:], y[60:], 3)
-        return data, nn.Sequential(nn.Flatten(), nn.Linear(16, 8), common.Classifier(8, 3))
-
-    results = []
-    for more in (["--plain"], ["--out", str(tmp_path / "run")]):
-        data, net = own()
-        args = flags("--partition", "iid", *more)
-        results.append(common.run(args, fedavg.local_update, data=data, net=net)[0].state_dict())
-    assert same(*results)
 
 
 TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")

@@ -2,11 +2,10 @@
 
 import functools
 import json
-import types
 
 import pytest
 import torch
-from conftest import TINY, args_of, from_shell, plainly, same
+from conftest import TINY, args_of, from_shell, same
 from methods import SCRIPTS
 
 import common
@@ -40,12 +39,6 @@ def test_a_mistake_is_an_exception_with_the_shell_s_line(tmp_path, capsys, words
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"fedavg.py: error: {error.value}\n"
     assert not (tmp_path / "run").exists()
-
-
-def test_a_script_s_own_refusal_is_an_exception():
-    words = "--correction gradient --persist-opt".split()
-    with pytest.raises(common.UserError, match="--persist-opt"):
-        scaffold.main([*TINY, *words])
 
 
 @pytest.mark.parametrize(
@@ -95,25 +88,6 @@ def test_args_for_tells_switches_from_values(values, takes):
         own.args_for(fedalign, **values)
 
 
-def test_args_for_asks_the_script_s_own_parser():
-    def main(argv=None, run=None):
-        parser = common.flags("mine", "mine")
-        parser.add_argument("--own", action="store_true")
-        return run(parser.parse_args(argv))
-
-    script = types.SimpleNamespace(main=main, __name__="mine")
-    assert [own.args_for(script, own=on).own for on in (True, False)] == [True, False]
-    assert own.args_for(script, no_graph=False).graph is True
-    assert own.args_for(script, no_graph=True).graph is False
-
-
-@pytest.mark.parametrize("values", [{"client": 4}, {"mu": "x"}, {"tau": 1}, {"leek": False}])
-def test_args_for_refuses(values):
-    [name] = values
-    with pytest.raises(common.UserError, match=f"--(no-)?{name}"):
-        own.args_for(fedalign, **values)
-
-
 def test_main_takes_args_for(tmp_path):
     """With what the script hands over beside its flags: SCAFFOLD's aggregation."""
     small = {"dataset": "glyphs", "model": "cnn", "clients": 4, "rounds": 2, "epochs": 1}
@@ -126,14 +100,6 @@ def test_main_takes_args_for(tmp_path):
     assert vars(args) == before  # the run notes nothing in them
     with pytest.raises(common.UserError, match="flags of scaffold.py"):
         moon.main(args)
-
-
-def test_plain_leaves_its_args_alone():
-    net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(3 * 32 * 32, 62))
-    args = common.flags("x", "x").parse_args([*TINY, "--rounds", "1", "--local-steps", "1"])
-    before = dict(vars(args))
-    plainly(args, fedavg.local_update, net=net)
-    assert vars(args) == before
 
 
 def test_on_round_sees_each_row_and_the_network(tmp_path):

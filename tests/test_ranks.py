@@ -1,6 +1,6 @@
 """Several processes of torchrun end with the run of one, bit for bit, and fail as one.
 
-The whole matrix of methods, ranks and workers, and kills at random, are in tests/ranks.py, which is
+The whole matrix of methods, ranks and workers is in tests/ranks.py, which is
 run by hand."""
 
 import importlib
@@ -228,19 +228,6 @@ def test_ranks_that_differ_are_refused(from_python):
         assert text.endswith(alike) or text in lines[:2]
     for name in ("b", "node0/c"):
         assert not (folder / name).exists()
-
-
-def test_a_version_is_of_all_files_of_the_engine(tmp_path, monkeypatch):
-    before = torchrun.versions()
-    (tmp_path / "extras").mkdir()
-    for name in (*torchrun.OURS, "extras/ranks.py"):
-        (tmp_path / name).write_text(f"# {name}")
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
-    found = [before, torchrun.versions()]
-    for name in ("common.py", "extras/ranks.py"):
-        (tmp_path / name).write_text("# changed")
-        found.append(torchrun.versions())
-    assert len({version["common.py and extras/"] for version in found}) == 4
 
 
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])

@@ -1,16 +1,14 @@
 """The seam between clients and server: what clients send, how it is added up, who weighs what."""
 
-import functools
 import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import TINY, flags, parts_of, same
+from conftest import TINY, flags, same
 
 import common
-import run_folder
 import fedavg
 
 
@@ -43,17 +41,6 @@ def test_mean_against_numpy():
     assert (received.mean["1.num_batches_tracked"], len(received.mean)) == (7, 7)
     common.average(net, received, {}, flags())
     assert same(net.state_dict(), received.mean)
-
-
-def test_mean_is_summed_in_the_order_of_the_clients():
-    """In fp32 0 + 2^24 + 1 - 2^24 is 0, and 0 + 2^24 - 2^24 + 1 is 1."""
-    for values, expected in (((2.0**24, 1.0, -(2.0**24)), 0), ((2.0**24, -(2.0**24), 1.0), 1)):
-        received = common.Received()
-        for i, value in enumerate(values):
-            client = common.Client(i, np.arange(1), {}, 1.0)
-            client.sum("s", torch.tensor([value]))
-            received.add(client, {"w": torch.tensor([value])})
-        assert received.mean["w"].item() == received.sums["s"].item() == expected
 
 
 def test_word_vectors_are_not_averaged():
@@ -130,103 +117,6 @@ def test_what_is_sent_is_a_copy():
         assert not sent.requires_grad
 
 
-def test_median_of_the_clients(tmp_path):
-    """An aggregator that needs all models apart has them recorded."""
-    models = []
-
-    def local_update(worker, client, server, args):
-        yield from fedavg.local_update(worker, client, server, args)
-        client.record("w", worker.net.state_dict(), sent=False)
-
-    def aggregate(net, received, server, args):
-        models[:] = received.records["w"].values()
-        median = {k: torch.stack([w[k] for w in models]).median(0).values for k in models[0]}
-        common.load_weights(net, median)
-
-    args = flags("--clients", "3", "--out", str(tmp_path / "run"))
-    net, rows = common.run(args, local_update, aggregate)
-    assert len(models) == 3
-    for k, v in net.state_dict().items():
-        values = np.stack([w[k].numpy() for w in models])
-        assert np.array_equal(v.numpy(), np.median(values, 0)), k
-    assert rows[1]["bytes_up"] == 3 * common.nbytes(net.state_dict())
-
-
-def weights_seen(out, *argv):
-    """Return the clients' weights in the first round of a run."""
-    seen = []
-
-    def aggregate(net, received, server, args):
-        seen.append([client.weight for client in received.clients])
-        common.average(net, received, server, args)
-
-    args = flags("--rounds", "1", "--out", str(out), *argv)
-    common.run(args, fedavg.local_update, aggregate)
-    return seen[0]
-
-
-@pytest.mark.parametrize("argv", ["", "--weighting uniform", "--drop-last"])
-def test_weights_of_the_average(tmp_path, argv):
-    sizes = np.array([len(part) for part in parts_of(flags())])
-    if argv == "--drop-last":
-        sizes = sizes // 32
-    if argv == "--weighting uniform":
-        sizes = np.ones(4)
-    seen = weights_seen(tmp_path / "run", *argv.split())
-    assert seen == pytest.approx(sizes / sizes.sum())
-
-
-def test_uniform_weights_skip_clients_without_training(tmp_path):
-    """--drop-last with batches larger than the smallest client: it is not trained, and weighs 0."""
-    sizes = np.array([len(part) for part in parts_of(flags())])
-    size = int(sizes.min()) + 1
-    argv = ["--drop-last", "--batch-size", str(size), "--weighting", "uniform"]
-    trained = sizes >= size
-    assert weights_seen(tmp_path / "run", *argv) == pytest.approx(trained / trained.sum())
-
-
-def test_own_data_and_network(tmp_path):
-    """run() from Python on tensors and an nn.Sequential of one's own; its run can be resumed."""
-
-    def own():
-        torch.manual_seed(5)
-        x, y = torch.randint(0, 256, (120, 1, 6, 6), dtype=torch.uint8), torch.arange(120) % 3
-        x[y == 1] //= 2
-        data = common.Data(x[:90], y[:90], x[90:], y[90:], classes=3)
-        net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
-        return {"data": data, "net": net}
-
-    def trained(*argv):
-        words = [*TINY, "--partition", "iid", *argv]
-        args = common.flags("test", "mine").parse_args(words)
-        return common.run(args, fedavg.local_update, **own())
-
-    net, rows = trained("--rounds", "4", "--out", str(tmp_path / "whole"))
-    assert (len(rows), rows[0]["samples"]) == (4, 90)
-    assert net[1].in_features == 36
-    config = run_folder.read_config(tmp_path / "whole")
-    assert config["flags"]["dataset"].startswith("own-")
-    assert config["flags"]["model"].startswith("own-")
-    assert config["script"] == "mine"
-    trained("--rounds", "2", "--out", str(tmp_path / "cut"))
-    again, _ = trained("--rounds", "4", "--out", str(tmp_path / "cut"), "--resume")
-    assert same(net.state_dict(), again.state_dict())
-
-
-def test_own_table_of_floats_passes_through(tmp_path):
-    """Twelve columns, of which three say the class: a linear network learns it, unnormalised."""
-    x = torch.randn(600, 12)
-    y = x[:, :3].argmax(1)
-    data = common.Data(x[:500], y[:500], x[500:], y[500:], 3)
-    assert torch.equal(data.normalise(x), x)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
-    argv = "--clients 3 --partition iid --rounds 3 --epochs 5 --batch-size 32 --lr 0.1".split()
-    run = functools.partial(common.run, data=data, net=net)
-    out = ["--quiet", "--device", "cpu", "--out", str(tmp_path / "run")]
-    _, rows = fedavg.main([*argv, *out], run=run)
-    assert rows[-1]["test_acc"] > 80
-
-
 @pytest.mark.parametrize(
     "tree", [1.0, np.ones(2), {"n": 1.0, "t": torch.ones(1)}, [torch.ones(1), 2]]
 )
@@ -259,3 +149,14 @@ def test_a_report_may_be_a_tensor(tmp_path):
     args = common.flags("", "x").parse_args([*TINY, "--out", str(tmp_path / "a")])
     _, rows = common.run(args, fedavg.local_update, aggregate)
     assert (rows[-1]["a"], rows[-1]["b"]) == (2.5, 3)
+
+
+def test_weights_of_clients_without_training():
+    """Of 3, 8 and 5 samples in full batches of 4 there are none, 8 and 4."""
+    clients = [common.Client(k, np.arange(n)) for k, n in enumerate((3, 8, 5))]
+    for weighting, expected in (("samples", [0, 2 / 3, 1 / 3]), ("uniform", [0, 0.5, 0.5])):
+        args = flags("--drop-last", "--batch-size", "4", "--weighting", weighting)
+        common.set_weights(clients, args, 1)
+        assert [client.weight for client in clients] == pytest.approx(expected)
+    with pytest.raises(common.UserError, match="no client of round 7 has 4 samples"):
+        common.set_weights(clients[:1], args, 7)

@@ -8,20 +8,18 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import zlib
 
 import pytest
 import torch
-from conftest import TINY, flags, refusal, refused, same
+from conftest import TINY, refusal, refused, run_once, same
 from methods import SCRIPTS, needed
 from runs import assert_equal_runs, config_of, rounds_in, rows_of, start, write_config
 
 import common
 import run_folder
-import extras.glyphs
 import fedavg
 import fedprox
 import scaffold
@@ -63,26 +61,11 @@ def contents(out):
 FOUR = [*TINY, "--rounds", "4", "--persist-opt", "--checkpoint-every", "2"]
 
 
-def original(tmp_path_factory, script, *argv):
-    out = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extras.glyphs, "GLYPHS", (600, 200))
-        torch.set_num_threads(1)
-        script.main([*argv, "--out", str(out)])
-    return out
-
-
-@pytest.fixture(scope="module")
-def four_rounds(tmp_path_factory):
-    """The folder of a run of four rounds, not to be changed."""
-    return original(tmp_path_factory, fedavg, *FOUR)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run of two rounds of SCAFFOLD with client models, not to be changed."""
-    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1"]
-    return original(tmp_path_factory, scaffold, *argv)
+    argv = ["--local-steps", "1", "--save-clients", "--workers", "1"]
+    return run_once(tmp_path_factory.mktemp("runs") / "run", scaffold, *argv)
 
 
 @pytest.fixture
@@ -132,21 +115,6 @@ def test_checksums_by_hand(run):
         row, _, rest = line.partition(', "crc32": ')
         crc = zlib.crc32(f"{row}}}".encode(), crc)
         assert rest == f"{crc}}}"
-
-
-def test_runs_of_other_data_or_code_are_others(tmp_path):
-    """Also with the same flags; with all the same, a run is the same in any folder."""
-
-    def name(out, digest, code):
-        folder = RunFolder(flags("--out", str(tmp_path / out)), code)
-        folder.digests = {"samples": digest}
-        folder.out.mkdir()
-        folder.create(1, 1)
-        return folder.config["run"]
-
-    a, b = name("a", 1, {"aggregate": "x"}), name("b", 1, {"aggregate": "x"})
-    assert a == b
-    assert len({a, name("c", 2, {"aggregate": "x"}), name("d", 1, {"aggregate": "y"})}) == 3
 
 
 # --- resuming
@@ -215,16 +183,6 @@ def test_resume_after_kill(tmp_path, name):
     assert not list(cut.glob("**/*.tmp"))
 
 
-@pytest.mark.parametrize("t", [1, 2, 3])
-def test_resume_after_a_kill_inside_a_round(tmp_path, four_rounds, t):
-    """Checkpoints are written every second round; a row was being written."""
-    killed_in(t, [*FOUR, "--out", tmp_path / "cut"])
-    with (tmp_path / "cut" / "metrics.jsonl").open("a") as f:
-        f.write('{"round": 9, "te')
-    fedavg.main(resumed(tmp_path / "cut"))
-    assert_equal_runs(four_rounds, tmp_path / "cut")
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_method_resumes(tmp_path, name):
     """Two rounds, then two more, are four, bit for bit."""
@@ -235,7 +193,7 @@ def test_every_method_resumes(tmp_path, name):
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_more_rounds_and_another_interval(tmp_path, four_rounds):
+def test_more_rounds_and_another_interval(tmp_path):
     """A plain --resume goes by what the last checkpoint was written with."""
     out = tmp_path / "cut"
     fedavg.main([*FOUR, "--rounds", "1", "--out", str(out)])
@@ -245,22 +203,11 @@ def test_more_rounds_and_another_interval(tmp_path, four_rounds):
     killed_in(4, resumed(out))
     assert rounds_in(out) == 3
     fedavg.main(resumed(out, "--quiet"))
-    assert_equal_runs(four_rounds, out)
+    fedavg.main([*FOUR, "--out", str(tmp_path / "whole")])
+    assert_equal_runs(tmp_path / "whole", out)
     before = contents(out)
     fedavg.main(resumed(out, "--quiet"))  # nothing left to do
     assert contents(out) == before
-
-
-def test_nothing_is_written_before_the_first_checkpoint(tmp_path, four_rounds):
-    """Of a resumed run: not a row, a flag or a client's file goes that was there."""
-    out = tmp_path / "cut"
-    argv = [*FOUR, "--save-clients", "--out", out]
-    killed(argv, RunFolder, "checkpoint", lambda folder, fed: fed.server["round"] == 4)
-    before = contents(out)
-    killed(resumed(out, "--rounds", 5), RunFolder, "checkpoint")
-    assert contents(out).items() >= before.items()
-    fedavg.main(resumed(out))
-    assert_equal_runs(four_rounds, out)
 
 
 def test_best_is_of_a_round_with_a_row(tmp_path):
@@ -313,24 +260,6 @@ def test_one_process_a_run(tmp_path, capsys):
         assert contents(out) == before
         fedavg.main(words)
     assert len(rows_of(out)) == 2
-
-
-def test_a_new_folder_is_taken_by_the_first(tmp_path, capsys, monkeypatch):
-    """The second is refused before it loads data, and the first goes on as if nothing was."""
-    out, second = tmp_path / "run", []
-    argv = [*TINY, "--rounds", "1", "--out", str(out)]
-    load_data = common.load_data
-
-    def load(args):  # while the first loads its data
-        assert not second, "the second loads data"
-        second.append(True)
-        refused(capsys, fedavg, argv, "another process", str(out))
-        assert out.is_dir()
-        return load_data(args)
-
-    monkeypatch.setattr(common, "load_data", load)
-    fedavg.main(argv)
-    assert len(rows_of(out)) == 1
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
@@ -394,72 +323,31 @@ class Evil:
         return os.system, ("touch pwned",)
 
 
-def replaced(old, new):
-    return lambda content: re.sub(old, new, content, count=1)
-
-
-def flipped(content):
-    """Flip a bit in the middle."""
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+def pickled(content):
+    torch.save(Evil(), "evil.pt")
+    return open("evil.pt", "rb").read()
 
 
 def saved(tree):
     return lambda content: run_folder.packed(tree).getvalue()
 
 
-def pickled(content):
-    torch.save(Evil(), "evil.pt")
-    return open("evil.pt", "rb").read()
+DAMAGES = [  # file, how, words of the refusal; tests/chaos.py flips, cuts and exchanges any
+    ("config.json", lambda content: b"[]", ["config.json is damaged"]),
+    ("config.json", lambda content: content.replace(b'"lr": 0', b'"lr": 1'), ["is damaged"]),
+    ("config.json", lambda content: 100_000 * b"[", ["config.json is damaged"]),
+    ("metrics.jsonl", lambda content: b"", ["metrics.jsonl: damaged, or of another run"]),
+    ("metrics.jsonl", lambda content: content.replace(b"_acc", b""), ["metrics.jsonl: damaged"]),
+    ("metrics.jsonl", lambda content: 100_000 * b"[" + b"\n" + content, ["metrics.jsonl: damaged"]),
+    ("checkpoint.pt", lambda content: None, ["checkpoint.pt: missing"]),
+    ("checkpoint.pt", pickled, ["checkpoint.pt: not a readable"]),
+    ("checkpoint.pt", saved([1, 2]), ["checkpoint.pt: not a checkpoint of this run"]),
+    ("states/1-2.pt", lambda content: None, ["1-2.pt: no such client state"]),
+    ("states/1-2.pt", saved({"c": [torch.zeros(3)]}), ["1-2.pt: not a readable", "checkpoint.pt"]),
+]
 
 
-DEEP = 100_000 * b"["
-DAMAGES = {  # {file: [(how, words of the refusal), ...]}
-    "config.json": [
-        (how, ["config.json is damaged"])
-        for how in (
-            lambda content: b"{",
-            lambda content: b"[]",
-            lambda content: DEEP,
-            lambda content: b'{"flags": ' + 5000 * b"9",
-            replaced(rb'"clients": 4', b'"clients": 5'),
-            replaced(rb',\s*"crc32": \d+', b""),
-        )
-    ],
-    "metrics.jsonl": [
-        (how, ["metrics.jsonl: damaged, or of another run"])
-        for how in (
-            lambda content: b"",
-            lambda content: b"5\n5\n",
-            lambda content: b"\xff\xfe\n" + content,
-            lambda content: DEEP + b"\n" + content,
-            lambda content: content.splitlines()[0] + b"\n",
-            replaced(rb"test_acc", b"acc"),
-            replaced(rb'"train_loss": 4', b'"train_loss": 5'),
-            replaced(rb', "crc32": \d+', b""),
-        )
-    ],
-    "checkpoint.pt": [
-        (lambda content: None, ["checkpoint.pt: missing"]),
-        (lambda content: b"", ["checkpoint.pt: not a readable"]),
-        (lambda content: content[: len(content) // 2], ["checkpoint.pt: not a readable"]),
-        (flipped, ["checkpoint.pt: not a readable", "checksum"]),
-        (pickled, ["checkpoint.pt: not a readable"]),
-        (saved([1, 2]), ["checkpoint.pt: not a checkpoint of this run"]),
-        (saved({"net": {}, "run": "0"}), ["checkpoint.pt: not a checkpoint of this run"]),
-    ],
-    "states/1-2.pt": [
-        (lambda content: None, ["1-2.pt: no such client state"]),
-        (lambda content: b"", ["1-2.pt: not a readable client state", "checkpoint.pt"]),
-        (flipped, ["1-2.pt: not a readable client state", "checkpoint.pt"]),
-        (saved({"c": [torch.zeros(3)]}), ["1-2.pt: not a readable", "checkpoint.pt"]),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    "name, damage, words", [(name, *case) for name, cases in DAMAGES.items() for case in cases]
-)
+@pytest.mark.parametrize("name, damage, words", DAMAGES)
 def test_damage(run, tmp_path, capsys, monkeypatch, name, damage, words):
     """One line names the file, and all stays as it is; once it is put back, the run goes on."""
     monkeypatch.chdir(tmp_path)
@@ -477,17 +365,12 @@ def test_damage(run, tmp_path, capsys, monkeypatch, name, damage, words):
     assert len(rows_of(run)) == 3
 
 
-@pytest.mark.parametrize(
-    "name, seed",
-    [("checkpoint.pt", 0), ("checkpoint.pt", 5), ("metrics.jsonl", 0), ("states/1-2.pt", 5)],
-)
-def test_files_of_other_runs(run, tmp_path, capsys, name, seed):
-    """Whole by themselves, of other flags or of the same command, whose seconds differ."""
-    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1", "--seed", str(seed)]
+def test_a_checkpoint_of_another_run_of_the_same_command(run, tmp_path, capsys):
+    """Whole by itself; its seconds differ."""
+    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1"]
     scaffold.main([*argv, "--out", str(tmp_path / "other")])
-    (run / name).write_bytes((tmp_path / "other" / name).read_bytes())
-    blamed = "metrics.jsonl" if seed == 0 else name
-    refused(capsys, scaffold, resumed(run, "--rounds", 3), blamed)
+    (run / "checkpoint.pt").write_bytes((tmp_path / "other" / "checkpoint.pt").read_bytes())
+    refused(capsys, scaffold, resumed(run, "--rounds", 3), "metrics.jsonl")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "config.json"])
@@ -498,42 +381,7 @@ def test_a_pipe_in_a_files_place(run, capsys, name):
     refused(capsys, scaffold, resumed(run, "--rounds", 3), name)
 
 
-def test_a_flipped_bit_of_config_or_rows(run):
-    """Of 200 bytes of each: found, or of no account."""
-    rng, config = random.Random(0), config_of(run)
-    for name, read in (
-        ("config.json", lambda: [run_folder.read_config(run)]),
-        ("metrics.jsonl", lambda: run_folder.read_rows(run, config)),
-    ):
-        good, expected = (run / name).read_bytes(), read()
-        for i in rng.sample(range(len(good)), 200):
-            flip = bytes([good[i] ^ 1 << rng.randrange(8)])
-            (run / name).write_bytes(good[:i] + flip + good[i + 1 :])
-            found = [] if refusal(read) else read()
-            assert found == expected[: len(found)]
-        (run / name).write_bytes(good)
-
-
 # --- leftovers, a user's files, disks
-
-
-LEFT_BY_A_KILL = [
-    "config.json.7.tmp",
-    "checkpoint.pt.7.tmp",
-    "best.pt.77.tmp",
-    "clients/1-1.pt",
-    "states/9-3.pt",
-]
-A_USERS_OWN = ["notes.tmp", "a.json.7.tmp", "best-1.pt", "clients/0 (1).pt", "states/mine.pt"]
-
-
-def test_resume_deletes_what_a_kill_left_and_nothing_else(run):
-    """Also of a run that was finished, where no checkpoint is written any more."""
-    before = set(contents(run))
-    for name in [*LEFT_BY_A_KILL, *A_USERS_OWN]:
-        (run / name).write_text("x")
-    scaffold.main(resumed(run))
-    assert set(contents(run)) - before == set(A_USERS_OWN)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -557,33 +405,6 @@ def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path, ke
     assert rows[0]["clients"] != rows[3]["clients"]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
-def test_what_is_deleted_during_a_run_is_written_again(tmp_path, four_rounds, name):
-    out, keep = tmp_path / "run", RunFolder.keep
-
-    def deleting(folder, fed, row):
-        keep(folder, fed, row)
-        if row["round"] == 2:
-            (out / name).unlink()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "keep", deleting)
-        fedavg.main([*FOUR, "--out", str(out)])
-    assert_equal_runs(four_rounds, out)
-    assert config_of(out)["flags"] | {"out": ""} == config_of(four_rounds)["flags"] | {"out": ""}
-
-
-def test_full_disk_is_one_line(tmp_path):
-    """No file may grow beyond 300 kB here, which is how a full disk looks from inside."""
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
-    argv = [*TINY, "--out", str(tmp_path / "run")]
-    process = start("fedavg", *argv, before=limit, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and len(err.splitlines()) == 1 and "too large" in err, err
-    assert not list((tmp_path / "run").glob("*.tmp"))
-
-
 def test_divergence_loses_nothing(tmp_path):
     """The line names round and client; the checkpoint stays."""
     out = tmp_path / "run"
@@ -600,3 +421,47 @@ def test_divergence_loses_nothing(tmp_path):
     with pytest.raises(FloatingPointError, match="round 2, client 2"):
         common.run(parser.parse_args(resumed(out, "--rounds", 3)), local_update)
     assert contents(out) == good
+
+
+# --- what clients keep between rounds
+
+
+def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
+    """And none before: once a checkpoint, in the last of two rounds; then the rows."""
+    events, save, sync = [], run_folder.save, run_folder.sync_path
+
+    def noted(call):
+        def noting(*args):
+            events.append(args[call is save].name)
+            return call(*args)
+
+        return noting
+
+    monkeypatch.setattr(run_folder, "save", noted(save))
+    monkeypatch.setattr(run_folder, "sync_path", noted(sync))
+    argv = [*TINY, "--checkpoint-every", "2", "--local-steps", "1", "--eval-every", "2"]
+    scaffold.main([*argv, "--out", str(tmp_path / "run")])
+    first = next(i for i, name in enumerate(events) if name[0].isdecimal())  # threads sync them
+    twice = sorted(f"{k}-{t}.pt" for t in (1, 2) for k in range(4))  # of round 1 nothing is left
+    assert sorted(events[first : first + 8]) == twice
+    after = [name for name in events[first + 8 :] if ".tmp" not in name and name != "run"]
+    assert after == ["states", "metrics.jsonl", "checkpoint.pt", "best.pt", "model.pt"]
+
+
+def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
+    """Not at the start of a resumed run."""
+    argv = [*TINY, "--clients", "6", "--sample", "0.5", "--local-steps", "2"]
+    scaffold.main([*argv, "--rounds", "5", "--out", str(tmp_path / "whole")])
+    out, seen, load = tmp_path / "cut", [], run_folder.load
+    _, rows = scaffold.main([*argv, "--rounds", "3", "--out", str(out)])
+    trained = {k: row["round"] for row in rows for k in row["clients"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "load", lambda *args: (seen.append(args[0]), load(*args))[1])
+        _, rows = scaffold.main(["--out", str(out), "--resume", "--rounds", "4"])
+    read = {path.name for path in seen if path.parent.name == "states"}
+    assert read == {f"{k}-{trained[k]}.pt" for k in rows[-1]["clients"] if k in trained}
+    scaffold.main(["--out", str(out), "--resume", "--rounds", "5"])
+    assert_equal_runs(tmp_path / "whole", out)
+    for path in (tmp_path / "whole" / "states").iterdir():
+        a, b = (load(folder / path.name)["c"] for folder in (path.parent, out / "states"))
+        assert same(dict(enumerate(a)), dict(enumerate(b)))

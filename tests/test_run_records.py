@@ -16,7 +16,7 @@ from makers import (
 from runs import config_of, write_config
 
 from reproduce.cells import parsed_flags
-from reproduce.figures import Mean, code_labels, figures, means
+from reproduce.figures import Mean, figures, means
 from reproduce.plot import Picture, lines_over
 from reproduce.runs import (
     Group,
@@ -217,18 +217,6 @@ def test_a_part_that_a_flag_brings_is_told_by_the_flag(tmp_path, capsys):
     assert "after_round=synchronise #55555555" in out and "after_round=none" in out
 
 
-def test_other_scripts_have_other_code(tmp_path):
-    """Which tells nothing where a picture's line is of two scripts, of which one recorded none."""
-    folders = [make_run(tmp_path / "0"), make_run(tmp_path / "1", PLAIN.replace("avg", "prox"))]
-    for folder, code in zip(folders, (AVERAGE, MEDIAN)):
-        write_config(folder, code=code)
-    groups = make_groups(*folders)
-    assert [code_labels(group, groups) for group in groups] == [[], []]
-    write_config(folders[1], code=None)
-    groups = make_groups(*folders)
-    assert [code_labels(group, groups) for group in groups] == [[], []]
-
-
 def test_a_line_being_written_does_not_count(tmp_path):
     path = make_run(tmp_path / "a")
     with open(path / "metrics.jsonl", "a") as f:
@@ -236,20 +224,12 @@ def test_a_line_being_written_does_not_count(tmp_path):
     assert len(read_run(path).rows) == 4
 
 
-def test_a_folder_of_runs_is_suggested(tmp_path, capsys):
-    make_run(tmp_path / "a")
-    assert f"did you mean {tmp_path}/*?" in run_compare(capsys, tmp_path)[2]
-
-
 @pytest.mark.parametrize(
     "name, content, message",
     [
         ("config.json", None, "no run, since it has no config.json"),
-        ("config.json", "{", "config.json is damaged"),
-        ("config.json", "[]", "config.json is damaged"),
         ("config.json", '{"script": 1, "flags": {}}', "config.json is damaged"),
         ("metrics.jsonl", "{}\n", "damaged, or of another run; it should be the row of round 1"),
-        ("metrics.jsonl", '"\n', "line 1 is damaged"),
         ("metrics.jsonl", "\xff\n", "line 1 is damaged"),
         ("metrics.jsonl", 100_000 * "[" + "\n", "line 1 is damaged"),
         ("config.json", 100_000 * "[", "config.json is damaged"),
@@ -275,10 +255,8 @@ def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, content, message
     [
         ("metrics.jsonl", '"train_loss": 2', '"train_loss": 3', "line 1 is damaged"),
         ("metrics.jsonl", '"test_acc": 20', '"test_acc": NaN', "line 2 is damaged"),
-        ("metrics.jsonl", ', "crc32": 1', ', "crc": 1', "is damaged"),
         ("metrics.jsonl", "\n", '\n{"round": 2}\n', "line 2 is damaged"),
         ("config.json", '"seed": 0', '"seed": 1', "config.json is damaged"),
-        ("config.json", '"crc32"', '"crc"', "config.json is damaged"),
     ],
 )
 def test_a_changed_number_is_not_compared(tmp_path, capsys, name, old, new, message):
@@ -287,10 +265,3 @@ def test_a_changed_number_is_not_compared(tmp_path, capsys, name, old, new, mess
     assert old in text
     (folder / name).write_text(text.replace(old, new, 1))
     assert is_refused(run_compare(capsys, folder), message)
-
-
-def test_rows_of_another_run_are_not_compared(tmp_path, capsys):
-    """Whole by themselves, and of as many rounds."""
-    a, b = (make_run(tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    (a / "metrics.jsonl").write_bytes((b / "metrics.jsonl").read_bytes())
-    assert is_refused(run_compare(capsys, a), "line 1 is damaged, or of another run")

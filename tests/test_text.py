@@ -129,11 +129,9 @@ def test_sent140_of_leaf(tmp_path):
 @pytest.mark.parametrize(
     "line, words",
     [
-        (b'"4","1","date","NO_QUERY","ann"\n', ["line 5", "expected 6, got 5"]),
-        (b'"2","1","d","q","u","text"\n', ["line 5", "'2'"]),
-        (b'"4","1","d","q","u","cut', ["line 5", "end of data"]),
-        (b'"4","1","d","q","u","a"b"\n', ["line 5"]),
-        (b"\n", ["line 5", "expected 6, got 0"]),
+        (b'"4","1","date","NO_QUERY","ann"\n', ["expected 6, got 5"]),
+        (b'"2","1","d","q","u","text"\n', ["'2'"]),
+        (b'"4","1","d","q","u","cut', ["end of data"]),
     ],
 )
 def test_damaged_csv(tmp_path, capsys, line, words):
@@ -142,28 +140,21 @@ def test_damaged_csv(tmp_path, capsys, line, words):
     lines = path.read_bytes().splitlines(keepends=True)
     rest = lines[5:] if line.endswith(b"\n") else []
     path.write_bytes(b"".join([*lines[:4], line, *rest]))
-    refused(capsys, text_flags(tmp_path), f"{path}, line", *words)
-
-
-def test_missing_csv(tmp_path, capsys):
-    (tmp_path / "sent140").mkdir()
-    name = "training.1600000.processed.noemoticon.csv"
-    refused(capsys, text_flags(tmp_path), "no *.csv", "trainingandtestdata.zip", name)
+    refused(capsys, text_flags(tmp_path), f"{path}, line 5", *words)
+    path.unlink()
+    refused(capsys, text_flags(tmp_path), "no *.csv", "trainingandtestdata.zip")
 
 
 @pytest.mark.parametrize(
     "more, words",
     [
         (["--model", "cnn", "--vectors", ""], ["--model", "lstm"]),
-        (["--dataset", "glyphs"], ["--model", "lstm is for text"]),
         (["--image-size", "28"], ["--image-size"]),
         (["--augment", "flip"], ["--augment"]),
-        (["--normalise", "half"], ["--normalise"]),
         (["--vectors", "", "--partition", "iid"], ["--vectors", "glove.6B.zip"]),
         (["--users", "9"], ["--users"]),
         (["--dataset", "glyphs", "--model", "cnn"], ["--vectors"]),
         (["--partition", "natural", "--users", "3"], ["--users", "--clients"]),
-        (["--partition", "natural", "--clients", "9"], ["9", "4 writers"]),
     ],
 )
 def test_text_flags(tmp_path, capsys, more, words):
@@ -192,12 +183,9 @@ def test_word_vectors(tmp_path):
     "content, words",
     [
         (b"glad 1 2\nsad 3\n", ["line 2", "size 1", "(2,)"]),
-        (b"glad 1 2\nsad x 2\n", ["line 2", "x"]),
         (b"glad 1 2\ns\xff 1 2\n", ["line 2", "utf-8"]),
         (b"glad 1 2\nsad nan 1\n", ["NaN or infinity"]),
         (b"qqq 1 2\n", ["none of"]),
-        (b"", ["none of"]),
-        (b"glad\n", ["none of"]),
         (None, ["no such file"]),
     ],
 )
@@ -280,17 +268,11 @@ def test_text_is_trimmed_to_the_batch():
 
 TEXT_METHODS = [
     ["fedavg"],
-    ["fedprox"],
     ["moon"],
     ["scaffold"],
-    ["scaffold", "--option", "1"],
-    ["feddyn"],
     ["qfedavg", "--q", "1e-4"],
     ["rfedavg", "--variant", "rfedavg", "--lam", "0.1"],
-    ["rfedavg", "--lam", "0.1"],
-    ["fedkd"],
     ["fitnet"],
-    ["fedntd"],
     ["fedgkd"],
     ["fedper"],
     ["ditto"],

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, flags
+from conftest import flags
 from PIL import Image
 from support import make_femnist
 
 import common
-import extras.glyphs
-import fedavg
 from analysis import partition as analysis_partition
 from extras import partitions, readers
 
@@ -56,14 +54,6 @@ def test_client_test_indices_follow_the_classes():
     assert len(set(np.concatenate(tests))) == 14
 
 
-def test_client_test_indices_are_of_the_clients_classes():
-    args = flags("--partition", "similarity", "--similarity", "0", "--clients", "20")
-    data = extras.glyphs.glyphs()
-    parts = common.partition(data, args)
-    for part, test in zip(parts, partitions.client_test_indices(data, parts, args)):
-        assert set(data.y_test[test].tolist()) <= set(data.y[part].tolist())
-
-
 def test_client_test_indices_follow_the_writers(tmp_path):
     make_femnist(tmp_path)
     argv = "--dataset femnist --partition natural --clients 2 --users 4".split()
@@ -73,40 +63,6 @@ def test_client_test_indices_follow_the_writers(tmp_path):
     tests = partitions.client_test_indices(data, parts, args)
     assert [set(data.writers_test[t]) for t in tests] == [set(data.writers[p]) for p in parts]
     assert sorted(np.concatenate(tests).tolist()) == list(range(len(data.y_test)))
-
-
-def test_client_accuracies(tmp_path):
-    """Against accuracies measured client by client with the saved model; worst, best, 10th
-    percentile and variance by their definitions. Rounds without evaluation have none."""
-    argv = "--partition similarity --similarity 30 --clients 5 --lr 0.1 --client-test".split()
-    argv += "--rounds 3 --eval-every 2".split()
-    net, rows = fedavg.main([*TINY, *argv, "--out", str(tmp_path / "run")])
-    args = flags(*argv)
-    data = extras.glyphs.glyphs()
-    accuracies = []
-    for test in partitions.client_test_indices(data, common.partition(data, args), args):
-        hits = net(data.normalise(data.x_test[test])).argmax(1) == data.y_test[test]
-        accuracies.append(100 * hits.float().mean().item())
-    row = rows[-1]
-    s = np.sort(accuracies)
-    assert len(set(s)) > 1
-    assert row["client_acc_worst"] == pytest.approx(s[0], abs=1e-4)
-    assert row["client_acc_best"] == pytest.approx(s[-1], abs=1e-4)
-    # position 0.1 * 4 between the sorted five
-    assert row["client_acc_p10"] == pytest.approx(s[0] + 0.4 * (s[1] - s[0]), abs=1e-4)
-    assert row["client_acc_var"] == pytest.approx(((s - s.mean()) ** 2).mean(), abs=1e-3)
-    assert "client_acc_worst" not in rows[0]
-    assert "client_acc_worst" in rows[1]
-
-
-def test_client_summary_by_hand():
-    hits = np.array([True, False])
-    tests = [np.array([0]), np.array([], int), np.array([0, 1])]  # 100 %, none, 50 %
-    assert partitions.client_summary(hits, tests)["client_acc_worst"] == 50
-    hits = np.array([1, 0] * 5, bool)
-    tests = [[0], [1], [0, 1, 3], [0, 1], [0, 1, 2]]  # 100, 0, 33.3, 50, 66.7 %
-    summary = partitions.client_summary(hits, list(map(np.array, tests)))
-    assert summary["client_acc_p10"] == pytest.approx(0.4 * 100 / 3)
 
 
 # --- describing a partition
