@@ -1,0 +1,129 @@
+"""Change an operator, a number or a branch at a time, as cosmic-ray does; see which tests notice.
+
+    pip install cosmic-ray
+    python tests/mutants.py [FILE...] [--count 20] [--seed 0] [--trust]
+
+FILE: scripts, or files of TESTS; by default all of them. Run by hand, outside the suite. Of the
+mutants of each file so many are drawn at random; the tree is copied to a temporary folder, and of
+each mutant the tests that TESTS names are run, up to the first that fails, in a fork of a process
+that has imported torch. Prints those that no test notices, and a line a file.
+"""
+
+import argparse
+import difflib
+import pathlib
+import random
+import tempfile
+import time
+
+from mutations import ROOT, copy_tree, fork_server, run_tests
+
+SECONDS = 200  # that the tests of a mutant may take
+LOSSES = "fedprox moon mixup fedkd fitnet fedntd fedgkd".split()
+NETWORKS = "fedalign stochdepth gradaug fedcka".split()
+SERVERS = "scaffold feddyn qfedavg".split()
+PLANS = "hand_rfedavg off_switch flags_matter"
+TESTS = {  # file: (its tests, which of its functions; "": all)
+    "fedavg.py": ("engine off_switch", ""),
+    **{f"{name}.py": ("hand_losses off_switch flags_matter", "") for name in LOSSES},
+    **{f"{name}.py": ("hand_networks off_switch flags_matter", "") for name in NETWORKS},
+    **{f"{name}.py": ("hand_servers off_switch flags_matter", "") for name in SERVERS},
+    **{f"{name}.py": (PLANS, "") for name in ("rfedavg", "rfedavg_dp", "rfedavg_code")},
+    "fedmlb.py": ("hand_mlb off_switch flags_matter", ""),
+    "fednova.py": ("add_a_method off_switch flags_matter", ""),
+    "extras/servers.py": ("hand_servers", ""),
+    "extras/similarities.py": ("hand_networks", ""),
+    "extras/partitions.py": ("partition writers personal", ""),
+    "analysis/hessian.py": ("hessian", ""),
+    "common.py": (
+        "loop received augment partition sub_networks engine metrics rmsprop hand_losses",
+        "run_plainly train_client PlainWorker Client Received sample_clients clients_per_round "
+        "set_weights average add_proximal keep_row rows_of evaluate measure_round best_row summary "
+        "check_finite epoch_sizes batch_sizes most_steps batch_tables resolve_augment draw_augment "
+        "apply_augment learning_rate optimizer optimizer_state indices_by_owner "
+        "dirichlet_partition _dirichlet_counts iid_partition pixel_statistics hold_out "
+        "make_divisible at_width _narrow",
+    ),
+}
+
+
+def mutants_of(source, functions):
+    """Return (operator, occurrence, line) of the mutants inside of these functions, or of all."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    tree, found = get_ast(source), []
+    for name in sorted(operator_names()):
+        if get_operator(name).arguments():
+            continue
+        operator = get_operator(name)()
+        places = ((n, p) for n in ast_nodes(tree) for p in operator.mutation_positions(n))
+        for occurrence, (node, (start, _)) in enumerate(places):
+            command = "__name__" in source.splitlines()[start[0] - 1]  # run by no import
+            if not command and (not functions or enclosing(node) & functions):
+                found.append((operator, occurrence, start[0]))
+    return found
+
+
+def enclosing(node):
+    """Return the names of the functions and classes around a node."""
+    names = set()
+    while node is not None:
+        if node.type in ("funcdef", "classdef"):
+            names.add(node.name.value)
+        node = node.parent
+    return names
+
+
+def change_of(source, text):
+    """Return the lines of a mutant that are not the source's."""
+    lines = difflib.ndiff(source.splitlines(), text.splitlines())
+    return [line for line in lines if line[0] in "+-"]
+
+
+def check(processes, tree, file, args):
+    """Run the tests of a file's mutants; return how many were tried, and how many noticed."""
+    from cosmic_ray.mutating import mutate_code
+
+    names, functions = TESTS[file]
+    tests = [f"tests/test_{name}.py" for name in names.split()]
+    word, source = pathlib.Path(file).stem, (ROOT / file).read_text()
+    if not args.trust:
+        ends, log = run_tests(processes, tree, tests, word, 900)
+        assert ends and set(ends.values()) <= {"passed", "Skipped"}, log[-3000:]
+    found = mutants_of(source, {*functions.split()})
+    drawn = random.Random(f"{args.seed} {file}").sample(found, min(args.count, len(found)))
+    noticed, began = 0, time.perf_counter()
+    for operator, occurrence, line in drawn:
+        text = mutate_code(source, operator, occurrence)
+        (tree / file).write_text(text)
+        ends, _ = run_tests(processes, tree, tests, word, SECONDS)
+        if ends and set(ends.values()) <= {"passed", "Skipped"}:
+            print(
+                f"{file}:{line} {type(operator).__name__}", *change_of(source, text), sep="\n    "
+            )
+        else:
+            noticed += 1
+    (tree / file).write_text(source)
+    seconds = time.perf_counter() - began
+    print(f"{file}: {noticed} of {len(drawn)} noticed, of {len(found)} in all, {seconds:.0f} s")
+    return len(drawn), noticed
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help="default: all of them")
+    parser.add_argument("--count", type=int, default=20, help="mutants of each file")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutants that are drawn")
+    parser.add_argument("--trust", action="store_true", help="that tests pass without a mutant")
+    args = parser.parse_args(argv)
+    processes = fork_server()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder).resolve()
+        copy_tree(tree)
+        counts = [check(processes, tree, file, args) for file in args.files or TESTS]
+    print("{1} of {0} noticed".format(*map(sum, zip(*counts))))
+
+
+if __name__ == "__main__":
+    main()
