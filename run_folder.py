@@ -15,13 +15,13 @@ import inspect
 import io
 import itertools
 import json
+import linecache
 import os
 import pathlib
 import platform
 import re
 import subprocess
 import sys
-import textwrap
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +138,7 @@ def read_config(out):
         if path.is_file():
             return unsealed(path.read_text())
     except ValueError:
-        raise UserError(f"{out}: config.json is damaged, or not of a run of this project") from None
+        raise UserError(f"{out}: config.json is damaged, of a plain run or of none") from None
     hint = f"; did you mean {out}/*?" if any(out.glob("*/config.json")) else ""
     raise UserError(f"{out}: no run, since it has no config.json{hint}")
 
@@ -192,7 +192,7 @@ def data_digests(data, parts):
 def code_of(method):
     """Return {part: "NAME DIGEST"} of a Method, by which its code is told from other code.
 
-    The digest is of the syntax of the function's file or, in a notebook, of the function alone.
+    The digest is of the syntax of the function's file or, in a notebook, of its cell.
     There is none for common.py and extras/, whose commit is recorded, and where is no source."""
     code = {}
     for part, f in method._asdict().items():
@@ -210,8 +210,8 @@ def source_digest(f):
         return ""
     try:
         path = pathlib.Path(inspect.getfile(f))
-        text = path.read_bytes() if path.is_file() else textwrap.dedent(inspect.getsource(f))
-        tree = ast.parse(text)
+        cell = "".join(linecache.getlines(str(path)))
+        tree = ast.parse(path.read_bytes() if path.is_file() else cell)
     except (OSError, SyntaxError, TypeError):
         return ""
     for node in ast.walk(tree):
@@ -229,10 +229,11 @@ SHARED = {  # of a run and its resume: what a difference is called, and what to 
 
 def check_same(out, config, part, now):
     """Raise UserError where a part of config.json, {name: value}, is another one now."""
-    began, (what, advice) = config[part], SHARED[part]
+    began, (what, advice) = config[part] or {}, SHARED[part]
     for name in {**began, **now}:
         a, b = began.get(name, "none"), now.get(name, "none")
         if a != b:
+            name = name.replace("_", "-") if part == "flags" else name
             raise UserError(
                 f"{out}: {config['script']}.py began with another {what.format(name)} ({a}, now "
                 f"{b}); {advice}, or start a new run with another --out"
