@@ -1,5 +1,5 @@
 """rFedAvg: Distribution-Regularized Federated Learning on Non-IID Data
-Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023.
+Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023. https://doi.org/10.1109/ICDE55515.2023.00164
 
 FedAvg with a term that draws the mean feature of a client's batch, phi, towards the mean features
 delta_j of others:

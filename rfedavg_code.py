@@ -1,5 +1,5 @@
 """rFedAvg by its authors' code: Distribution-Regularized Federated Learning on Non-IID Data
-Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023.
+Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023. https://doi.org/10.1109/ICDE55515.2023.00164
 
 rFedAvg and rFedAvg+ (rfedavg.py) with other deltas:
     L = F_k + lambda r_k

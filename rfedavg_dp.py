@@ -1,5 +1,5 @@
 """rFedAvg+ with noise: Distribution-Regularized Federated Learning on Non-IID Data
-Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023.
+Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023. https://doi.org/10.1109/ICDE55515.2023.00164
 
 rFedAvg+ (rfedavg.py) whose clients clip their mean features delta_k to norm C and add Gaussian
 noise before they send them:

@@ -6,10 +6,12 @@ import csv
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 import pathlib
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import typing
@@ -18,10 +20,11 @@ import unittest.mock
 import pytest
 import torch
 from conftest import args_of
-from methods import METHODS, SCRIPTS
+from methods import METHODS, SCRIPTS, needed
 
 import common
 import engine
+import extras.glyphs
 
 ROOT = pathlib.Path(common.__file__).parent
 README = ROOT / "README.md"
@@ -198,8 +201,9 @@ def runnable(block):
         return []
     names = {f"{name}.py" for name in METHODS}
     names |= set(re.findall(r"^(?:#|\+\+\+) (\w+\.py)$", block.page.read_text(), re.M))
-    partition = ["-m", "analysis.partition"]
-    return [words for words in commands(block) if words[0] in names or words[:2] == partition]
+    modules = [["-m", "analysis.partition"]]
+    modules += [["-m", "reproduce"]] if block.page.name == "first-hour.md" else []
+    return [words for words in commands(block) if words[0] in names or words[:2] in modules]
 
 
 RUNNABLE = {tuple(map(tuple, runnable(block))): block for block in BLOCKS if runnable(block)}
@@ -215,7 +219,8 @@ def test_commands_run(block, tmp_path):
         script = tmp_path / words[0]
         if words[0] != "-m":
             words = [str(script if script.exists() else ROOT / words[0]), *words[1:]]
-        command = [sys.executable, "-c", DRIVER, *words, "--rounds", "1"]
+        short = ["--rounds", "1", *["--local-steps", "1"] * (words[1] == "reproduce")]
+        command = [sys.executable, "-c", DRIVER, *words, *short]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
@@ -308,11 +313,12 @@ def test_docstring_command_parses(name):
 
 
 def method_rows():
-    """Return {script: (lines, paper, ours)} of README's table."""
-    pattern = r"^\| `(\w+)\.py` \|.*\| (\d+) \| ([^|]*) \| ([^|]*) \|$"
+    """Return {script: (lines, paper's address, accuracy, time, bytes)} of README's table."""
+    pattern = r"^\| \[`(\w+)\.py`\]\(\1\.py\) \|.*\| (\d+) \| \[[^]]*\]\(([^)]*)\) \| "
+    pattern += r"([^|]*) \| ([^|]*) \| ([^|]*) \|$"
     rows = re.findall(pattern, README.read_text(), re.M)
     assert len(rows) == len({name for name, *_ in rows})
-    return {name: (int(lines), paper, ours) for name, lines, paper, ours in rows}
+    return {name: (int(lines), *cells) for name, lines, *cells in rows}
 
 
 def test_readme_lines_changed():
@@ -331,27 +337,59 @@ def test_readme_diff_is_the_diff():
     assert rest <= set(code_lines(ROOT / "fedavg.py"))
 
 
-def test_readme_paper_numbers():
-    """The published numbers of README's table stand in the tables that its letters name."""
-    tables = {
-        "": ("FedAlign", "5"),
-        "C": ("FedCKA", "1"),
-        "R": ("rFedAvg", "I"),
-        "S": ("rFedAvg", "II"),
-    }
+def test_papers_are_linked():
+    """README's link is in the script's docstring, and docs/papers.md has it too."""
+    papers = (ROOT / "docs" / "papers.md").read_text()
+    for name, (_, address, *_) in method_rows().items():
+        assert address in SCRIPTS[name].__doc__ and address in papers, name
+
+
+def test_readme_bytes(monkeypatch):
+    """Of a third round in which all clients take part, over a model down and a model up."""
+    monkeypatch.setattr(extras.glyphs, "GLYPHS", (600, 200))
+    words = "--dataset glyphs --model cnn --clients 4 --local-steps 1 --quiet"
+    for name, (*_, shown) in method_rows().items():
+        net, rows = SCRIPTS[name].main([*words.split(), *needed(name), "--rounds", "3"])
+        model = common.nbytes(net.state_dict()) * len(rows[2]["clients"])
+        found = (rows[2]["bytes_down"] + rows[2]["bytes_up"]) / (2 * model)
+        assert found == pytest.approx(float(shown), abs=0.01), name
+
+
+def published_numbers():
+    """Return the published numbers as docs/results.md prints them."""
     lines = (ROOT / "reproduce" / "published.csv").read_text().splitlines()
-    published = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    for name, (_, paper, _) in method_rows().items():
-        if paper in ("a figure", "-"):
-            continue
-        value, std, letter = re.fullmatch(r"([\d.]+)(?: ± ([\d.]+))?(?: \((\w)\))?", paper).groups()
-        places = {("FedMLB", "1a"), ("FedMLB", "2")} if letter == "M" else {tables[letter or ""]}
-        cells = [row for row in published if (row["paper"], row["table"]) in places]
-        found = [row for row in cells if (row["value"], row["std"]) == (value, std or "")]
-        assert found, (name, paper)
-        printed = f"{value} +- {std}" if std else value
-        if not letter:  # these docstrings have the number too
-            assert printed in (ROOT / f"{name}.py").read_text()
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    return {" ± ".join(filter(None, (row["value"], row["std"]))) for row in rows}
+
+
+def measured_numbers(pattern):
+    """Return what docs/results.md may print of runs in results/: last, best, last five."""
+    runs = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (ROOT / "results").glob(pattern)
+    ]
+    lasts = [rows[-1]["test_acc"] for rows in runs]
+    if len(runs) > 1:
+        return {f"{statistics.mean(lasts):.2f} ± {statistics.stdev(lasts):.2f}"}
+    [last] = [rows[-1] for rows in runs]
+    five = f"{last['acc_last5_mean']:.2f} ± {last['acc_last5_std']:.2f}"
+    stopped = f"NaN in round {last['round'] + 1}"
+    return {f"{last['test_acc']:.2f}", f"{last['best_acc']:.2f}", five, stopped}
+
+
+def test_results_are_those_of_the_runs():
+    """docs/results.md: columns "here" against results/, "published" against published.csv."""
+    text, checked = (ROOT / "docs" / "results.md").read_text(), 0
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+        head, _, *rows = ([c.strip() for c in r.split("|")[1:-1]] for r in table.splitlines())
+        for row in rows:
+            for title, cell in zip(head, row):
+                if title.startswith("here"):
+                    assert cell in measured_numbers(row[-1].strip("`")), row
+                    checked += 1
+                elif title.startswith("published"):
+                    assert cell in published_numbers(), row
+    assert checked > 20
 
 
 NETWORK_SIZES = {  # classes, channels and size, or words and the width of their vectors
@@ -389,3 +427,20 @@ def test_table_of_networks():
         assert listed.replace("*", "").split(", ") == names[:-1], name
         branching = ", ".join(re.findall(r"\*(.*?)\*", listed)).split(", ")
         assert branching == [names[cut - 1] for cut in fedmlb.pathway_cuts(net)], name
+
+
+def test_notebook_runs(tmp_path, monkeypatch):
+    """The code cells of docs/tour.ipynb, one after the other; its asserts hold."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+    assert len(cells) <= 20
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "tour"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"]).replace("--rounds 15", "--rounds 4")
+            exec(compile(source, cell["id"], "exec"), names)
+    last = {key: accuracies[-1] for key, accuracies in names["curves"].items()}
+    assert set(last) == {(n, k) for n in ("fedavg", "scaffold", "fedsam") for k in (0, 1)}
+    assert min(last.values()) > 30  # of five classes
