@@ -6,16 +6,18 @@ and at reduced width:
     L_FA = CE + mu L_Lip(K_S, K_F),   L_Lip = mean squared error over the batch              (Eq. 5)
     K = spectral norm of a sample's transmitting matrix X, by power iteration on X X'
     X_F = f_(L-1)' f_L,   X_S = f_(L-1)' f_L^S                                          (Eqs. 6, 7)
-f_(L-1), f_L: feature maps into and out of block L; f_L^S: out of the same block at width omega_S,
-run on the leading channels of f_(L-1). K_F and f_(L-1) are constants, so L_Lip trains the weights
-of the sub-block alone.
+f_(L-1) and f_L are the feature maps into and out of block L; f_L^S comes out of the same block at
+width omega_S, run on the leading channels of f_(L-1). K_F and f_(L-1) are constants, so L_Lip
+trains the weights of the sub-block alone.
 
 State: none. Bytes per client and round: the model down, the model up.
-As the authors' code, and unlike the paper's text: L_Lip is scaled by CE / L_Lip, held constant, so
-that the second term's value is mu CE (--lip-scale none: Eq. 5 as printed); X_S is made of the
-leading channels of f_(L-1) (--lip-input full: of all, Eq. 7); the gradient norm is clipped at 10
-(--clip). They run two backward passes, we run one on the sum. Block L is the last block with a
-convolution: stage 3 of ResNet56, stage 4 of ResNet18, the last convolution of a plain CNN.
+Block L is the last block with a convolution: stage 3 of ResNet56, stage 4 of ResNet18, the last
+convolution of a plain CNN. As the authors' code, and unlike the paper's text:
+    L_Lip is scaled by CE / L_Lip, a constant, so that the second term's value is mu CE; with
+        --lip-scale none it is Eq. 5 as printed
+    X_S is made of the leading channels of f_(L-1); with --lip-input full of all (Eq. 7)
+    the gradient norm is clipped at 10 (--clip)
+Their code runs two backward passes; ours runs one on the sum.
 
 FedAlign paper, Table 5, row FedAlign: 56.9 +- 0.5. Not measured here yet.
     python fedalign.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\

@@ -1,16 +1,16 @@
 """FedAvg: Communication-Efficient Learning of Deep Networks from Decentralized Data
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. https://arxiv.org/abs/1602.05629
 
-Each round, every sampled client k starts at the global weights w and runs E epochs of SGD on its
+In each round every sampled client k starts at the global weights w and runs E epochs of SGD on its
 loss
     F_k(w) = 1/n_k sum_i CE(f(x_i; w), y_i)                              (Algorithm 1, ClientUpdate)
-and the server averages what comes back, n being the samples of the sampled clients:
+The server averages what comes back; n counts the samples of the sampled clients:
     w <- sum_k n_k/n w_k                                                               (Algorithm 1)
 
 State: none. Bytes per client and round: the model down, the model up. Batch-norm statistics are
-averaged with the weights. Momentum starts at zero every round (--persist-opt keeps it per client;
-the FedAlign code keeps it per worker thread, which is per client when there are as many threads).
-Short batches are trained on unless --drop-last is given, as in that code.
+averaged with the weights. Momentum starts at zero in every round; --persist-opt keeps it per
+client. FedAlign's code keeps it per worker thread. A client trains on its last, short batch too;
+FedAlign's code leaves it out, as --drop-last does.
 
 Measured: rFedAvg's Table II, MNIST, similarity 0%, last five rounds: 94.16 +- 0.37, published 94.38
 +- 0.26 (n=1, x86_64, 2 cores, commit ff1a9d4; docs/reproduce.md).

@@ -7,11 +7,11 @@ similarity:
     L = CE + mu l_cka                                                                        (Eq. 1)
     l_cka = -1/M sum_n log[e^s(a_n, g_n) / (e^s(a_n, g_n) + e^s(a_n, p_n))]                  (Eq. 2)
 a_n, g_n, p_n: activations of layer n in the local, the global and the client's last model on the
-same batch; the frozen two run no further than layer M. The stem counts as a layer, and so does each
-residual block. s: linear CKA (Eq. 3), or another --similarity-metric (extras/similarities.py). No
-temperature. The term is 0 until a client has a last model; batches under three samples are left out
-(linear CKA is undefined at one and 1 at two). The equations are reconstructed from the paper's
-prose.
+same batch. The frozen two run no further than layer M. The stem counts as a layer, and so does each
+residual block. s is linear CKA (Eq. 3), or another --similarity-metric (extras/similarities.py).
+There is no temperature. The term is 0 until a client has a last model, and on batches under three
+samples: linear CKA is undefined at one and 1 at two. The paper has prose in place of equations;
+these are rebuilt from it.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 

@@ -7,8 +7,8 @@ the global loss:
     L_k(v) = F_k(v) - <h_k, v> + alpha/2 ||v - w||^2                                         (Eq. 1)
     client, after training:  h_k <- h_k - alpha (v - w)
     server:  h <- h - alpha/N sum_k (w_k - w),   w <- mean_k w_k - h/alpha             (Algorithm 1)
-N: all clients; the sum and the mean, which is uniform, are over the sampled ones. --clip clips the
-whole gradient.
+N counts all clients; sum and mean are over the sampled ones, and the mean is uniform. --clip clips
+the gradient of all three terms together.
 
 State: h_k at each client, h at the server. Bytes per client and round: the model down, the model
 up. The authors' code adapts alpha to each client's size; here it is one number, as in the paper.

@@ -4,8 +4,9 @@ https://arxiv.org/abs/2107.00051
 
 Distillation from the plain average w~ of the last M global models, the current one included:
     L = CE + gamma/2 KL(softmax(f(w~)) || softmax(f(w)))                                     (Eq. 6)
-mean over the batch, temperature 1; not in the first round. The initial model never counts among the
-last: in round 2 w~ is what the first aggregation gave, as in the authors' code.
+The KL is a mean over the batch at temperature 1, and there is none in the first round. The initial
+model never counts among the last: in round 2 w~ is what the first aggregation gave, as in the
+authors' code.
 
 State: the server keeps the last M models. Bytes per client and round: two models down (one in the
 first round), one up. M is 5 and gamma/2 is 0.1, as in the authors' code; FedMLB gives gamma 0.2 and

@@ -4,15 +4,15 @@ Kim, Kim, Han. ICML 2022. https://arxiv.org/abs/2207.06936
 Hybrid pathways, m local blocks followed by the frozen global blocks m+1..M, keep each local block
 usable by the global ones:
     L = CE(q_L, y) + lambda1 mean_m CE(q_H^m, y) + lambda2 mean_m KL(q~_H^m || q~_L)      (Eqs. 5-8)
-q~ = softmax(logits / tau); m = 1..M-1. Gradients flow into the local blocks through q_L and,
-through the frozen tails, through q_H, also inside the KL term; the global network is constant.
---direction global-local: pathway m is the global blocks 1..m followed by the local ones (the
-paper's ablation). --pathways: a subset, such as 1,2; divided by their number, or by M-1 as the
-authors' code does (--divisor all). --server avgm, adam or --dyn-alpha (which needs feddyn.py)
-combine it with FedAvgM, FedADAM and FedDyn.
+q~ = softmax(logits / tau); m = 1..M-1. Gradients flow into the local blocks through q_L, and
+through the frozen tails from q_H, in both its terms. The global network is constant. --direction
+global-local: pathway m is the global blocks 1..m followed by the local ones (the paper's ablation).
+--pathways 1,2: a subset. The sums are divided by their number; --divisor all divides by M-1, as the
+authors' code. --server avgm, --server adam and --dyn-alpha (which needs feddyn.py) combine it with
+FedAvgM, FedADAM and FedDyn.
 
-State: none; with --dyn-alpha FedDyn's, and its plain average. Bytes per client and round: the model
-down, the model up.
+State: none; with --dyn-alpha that of FedDyn, whose plain average it then takes, too. Bytes per
+client and round: the model down, the model up.
 
 FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%). Not measured here yet.
     python fedmlb.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\

@@ -2,13 +2,12 @@
 Wang, Liu, Liang, Joshi, Poor. NeurIPS 2020. https://arxiv.org/abs/2007.07481
 
 Clients of many local steps pull the average towards their own optimum. FedNova divides each
-client's change by what its steps weigh, and moves the mean direction as far as the mean weight:
+client's change by the weight a_k of its steps, and multiplies the mean by the mean a_k:
     w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k,   alpha_k = n_k/n
-with K steps and momentum m, from no momentum,
+For K steps with momentum m, which starts at zero,
     a_k = (K - m (1 - m^K)/(1 - m)) / (1 - m)
-which is K without momentum; m^2 stands for the first m with Nesterov's. Where all a_k are equal it
-is FedAvg. Batch-norm statistics are averaged. NIID-Bench's code weighs by batches, n_k being their
-number, not by samples.
+That is K without momentum; with Nesterov's, m^2 replaces the first m. If all a_k are equal, it is
+FedAvg. Batch-norm statistics are averaged. In NIID-Bench's code n_k counts batches, not samples.
 
 State: none. Bytes per client and round: the model down, the model and one number up.
 

@@ -6,8 +6,8 @@ FedAvg with a proximal term that keeps client k near the global weights w it sta
 over all trainable parameters, those of batch norm included.
 
 State: none beyond a copy of w during training. Bytes per client and round: the model down, the
-model up. The term has the 1/2 as in the FedAlign and MOON authors' code. It has none in rFedAvg's,
-whose lambda is our mu/2, nor in the later code of FedMLB's authors, whose 0.001 is our mu 0.002.
+model up. The code of FedAlign and MOON has the 1/2, too. rFedAvg's has not: its lambda is our mu/2.
+Nor has the later code of FedMLB's authors: its 0.001 is our mu 0.002.
 
 Measured: rFedAvg's Table II, MNIST, similarity 0%: 75.02 +- 2.17, published 69.36 +- 5.78 (n=1,
 AMD EPYC, 1 core, commit 67b18e9; docs/reproduce.md). FedCKA's Table 1, CIFAR-10, 20 of 100 rounds,

@@ -5,8 +5,8 @@ FitNets: Hints for Thin Deep Nets. ICLR 2015. https://arxiv.org/abs/1412.6550
 
 The teacher is the frozen global model of the round's start:
     L = CE + gamma mean_m mean((f_m local - f_m global)^2),   gamma 1
-f_m: output of block m; over all blocks but the classifier, of which one without parameters
-(pooling) goes with the block before it. FedMLB's text gives no formula and no weight; these are
+f_m is the output of block m, over all blocks but the classifier. A block without parameters
+(pooling) counts with the block before it. FedMLB's text gives no formula and no weight; these are
 ours.
 
 State: none beyond the global model during training. Bytes per client and round: the model down, the

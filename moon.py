@@ -10,14 +10,12 @@ z: output of a projection head before the classifier, which works on it too. The
 client has a last round.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
-The frozen networks are in eval mode, as in the MOON authors' code. --frozen-mode train: in train
-mode, as in the FedAlign code, so that their batch norm takes the statistics of the batch; their
-running ones move meanwhile, but nothing reads them, and each client of each round starts with those
-of its weights. In that code a client that was never sampled has the initial global model for z_prev
-in round 1, and then the one that round 1 ended with: its term has no gradient in rounds 1 and 2,
-and contrasts with that model from round 3 on, where ours stays 0. One last model is kept, the MOON
-code's default; it can keep several. cnn and cnn-moon have the head built in, so --projection is 0
-for them unless given.
+The frozen networks are in eval mode, as in the MOON authors' code. With --frozen-mode train they
+are in train mode, as in FedAlign's code: their batch norm uses the batch's statistics. That moves
+their running statistics, which nothing reads. FedAlign's code gives a client that was never sampled
+a last model too: the initial global one, after round 1 the one that round 1 ended with. Its term
+acts from round 3 on; ours stays 0. MOON's code can keep several last models; we keep one, its
+default. cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
 
 Measured: FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 10, JPEG images:
 65.84 beside FedAvg's 63.83 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).

@@ -9,9 +9,9 @@ F_k: mean cross-entropy over the client's training data, in eval mode; L = 1/lr;
 statistics are averaged.
 
 State: none. Bytes per client and round: the model down, the model and h_k up.
---h rfedavg: as the rFedAvg authors' code, ||D_k||^2 in h_k and a constant for L (--lipschitz, 1 in
-their config); the numbers of its tables may be of that. Their F_k is the mean of the losses of full
-batches in training mode; ours stays that above. Clients are sampled uniformly.
+--h rfedavg takes ||D_k||^2 in h_k and a constant for L (--lipschitz, 1 in their config), as the
+code of rFedAvg's authors, which may have made that paper's numbers. Their F_k is the mean of the
+losses of full batches in training mode; ours stays the one above. Clients are sampled uniformly.
 
 rFedAvg paper, Table II, MNIST, row q-FedAvg, similarity 0%: 74.42 +- 10.17. Measured: 80.96 +- 0.45
 (n=1, AMD EPYC, 1 core, commit 0685ca6; docs/reproduce.md).

@@ -6,21 +6,22 @@ delta_j of others:
     L = F_k + lambda r_k
     rfedavg:   r_k = 1/(N-1) sum_(j != k) ||phi - delta_j||^2                  (Eq. 5, Algorithm 1)
     rfedavg+:  r_k = ||phi - 1/(N-1) sum_(j != k) delta_j||^2                          (Algorithm 2)
-features: what the classifier reads; delta_j: constants, means over all data of client j by its own
-network at the end of its last round (rfedavg), or by the new global network, in a second
-synchronisation of each round (rfedavg+). The sums are over clients that have a delta. For the same
-deltas both have the same gradient; without another client's delta r_k is 0. rfedavg_dp.py adds
-noise to the deltas (Fig. 12); rfedavg_code.py is the reading of the authors' code. Which of the two
-made Tables I and II is not known.
+Features are what the classifier reads. delta_j is a constant, the mean feature over all data of
+client j, by another network in each variant:
+    rfedavg    client j's own, at the end of its last round
+    rfedavg+   the new global one, in a second synchronisation of each round
+The sums are over clients that have a delta; without another client's, r_k is 0. For the same deltas
+both variants have the same gradient. rfedavg_dp.py adds noise to the deltas (Fig. 12);
+rfedavg_code.py is the reading of the authors' code. Which of the two made Tables I and II is not
+known.
 
-rfedavg departs from Algorithm 1, line 10, which prints delta_j of the weights that the round
-started from. The text has it sent "after the local training", names as a drawback that it is of
-each client's local model, and bounds that in Theorem 2; by line 10 it would be of a global model,
-as in rfedavg+ but a round older.
+Algorithm 1, line 10, measures delta_j at the global weights that the round started from. We measure
+at the client's final weights, because the text says so: it sends delta_j "after the local training"
+and calls it a drawback that delta_j is of a local model (Theorem 2 bounds the effect).
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
-up, and of deltas N d down, d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads
-the new model once more); bytes_delta counts these.
+up; of deltas N d down and d up (rfedavg), or d down and d up (rfedavg+), which bytes_delta counts.
+If clients are sampled, rfedavg+ sends the new model down once more.
 
 Measured: Table II, MNIST, similarity 0%, row rFedAvg: 94.74 +- 0.19, published 94.66 +- 0.40 (n=1,
 AMD EPYC, 1 core, commit 0685ca6; docs/reproduce.md).

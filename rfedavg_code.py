@@ -5,17 +5,16 @@ rFedAvg and rFedAvg+ (rfedavg.py) with other deltas:
     L = F_k + lambda r_k
     rfedavg:   r_k = mean_(j != k) ||phi - delta_j||^2
     rfedavg+:  r_k = ||phi - mean_j delta_j||^2, k included
-delta_j: mean feature of one random batch of client j; only those of the clients sampled in this
-round count, each as of the last round that client took part in. Which of the two readings Tables I
-and II were made with is not known. Theirs sends the raw features of the batch, and measures anew at
-the start of a round instead of at the end of the last; and its rFedAvg+ shares one mean with all
-clients. So theirs has the term in the first round too, of features of random networks (each
-client's own, in rFedAvg+ the initial global one). Ours has none in it: there nobody measures before
-others train.
+delta_j is the mean feature of one random batch of client j, of the last round it took part in. Only
+clients sampled in this round count. Whether Tables I and II are of this reading or of rfedavg.py's
+is not known. The authors' code does two things that this script does not:
+    it sends the raw features of the batch, not their mean
+    it measures at the start of a round, not at the end of the last, so that its first round has the
+    term too, with features of random networks
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
-up, and of deltas |S| d down, d up (rfedavg), d down, d up (rfedavg+, which with sampling downloads
-the new model once more); bytes_delta counts these.
+up; of deltas |S| d down and d up (rfedavg), or d down and d up (rfedavg+), which bytes_delta
+counts. If clients are sampled, rfedavg+ sends the new model down once more.
 
 rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%. Not measured here yet.
     python rfedavg_code.py --dataset cifar10 --image-size 28 --normalise half --model cnn-mcmahan \\

@@ -7,21 +7,23 @@ drift:
     c_k+ = gradient of F_k at w                                          (option I)
     c_k+ = c_k - c + (w - w_k) / (K lr), K local steps                   (option II)         (Eq. 4)
     server:  w <- w + server_lr sum_k alpha_k (w_k - w),   c <- c + 1/N sum_k (c_k+ - c_k)   (Eq. 5)
-with alpha_k = 1/|S| in the paper (--weighting uniform) and n_k/n by default, as in NIID-Bench. With
-momentum the correction goes after the optimizer's step, v <- v - lr (c - c_k), and stays out of its
-buffer (--correction step, NIID-Bench); or into the gradient (--correction gradient), and then K
-becomes the sum of the weights that momentum gives a gradient, (K - m (1 - m^K)/(1 - m)) / (1 - m)
-at momentum m (FedNTD's code), m^2 for Nesterov's. By default it is the gradient without momentum,
-and the step with it and with RMSProp. Batch-norm statistics are averaged and not corrected.
+alpha_k is n_k/n, as in NIID-Bench; with --weighting uniform 1/|S|, as in the paper. Batch-norm
+statistics are averaged and not corrected. With momentum there are two ways to correct:
+    --correction step      after the optimizer's step, v <- v - lr (c - c_k), out of its buffer
+                           (NIID-Bench)
+    --correction gradient  in the gradient. K becomes (K - m (1 - m^K)/(1 - m)) / (1 - m), the sum
+                           of the weights that momentum m gives a gradient; m^2 for the first m with
+                           Nesterov's (FedNTD's code)
+By default it is gradient without momentum, and step with momentum or RMSProp.
 
 State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the
-model and c_k+ - c_k up. The rFedAvg authors' SCAFFOLD never changes the model, so their rows for it
-are FedAvg's.
+model and c_k+ - c_k up. SCAFFOLD in rFedAvg's code never changes the model, so the rows for it in
+rFedAvg's tables are FedAvg's.
 
 Measured: on MNIST, ten clients of two to seven digits, 96.75 +- 0.35 beside FedAvg's 95.21 +- 0.69
 (n=3, AMD EPYC, 2 cores, commit 6a96d7b; docs/demonstration.md), gradients clipped at norm 1. In
-rFedAvg's Table II, MNIST, similarity 0%, NaN in round 9 (n=1, 1 core, commit 67b18e9), after
-one client's c_k had grown to six times the median's (docs/reproduce.md).
+rFedAvg's Table II, MNIST, similarity 0%, NaN in round 9 (n=1, 1 core, commit 67b18e9): one client's
+c_k had grown to six times the median's (docs/reproduce.md).
 
 FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD. Not measured here yet.
     python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\
