@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import TINY, flags
 from methods import ROOT
-from test_docs import code_lines, write_scripts
 
 import common
 import extras.glyphs
@@ -17,11 +16,6 @@ import fednova
 import run_folder
 
 PAGE = ROOT / "docs" / "add-a-method.md"
-
-
-def test_the_diff_is_the_script(tmp_path):
-    write_scripts(PAGE, tmp_path)
-    assert code_lines(tmp_path / "fednova.py") == code_lines(ROOT / "fednova.py")
 
 
 def moved(steps, momentum, nesterov):
