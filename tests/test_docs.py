@@ -347,8 +347,10 @@ def test_papers_are_linked():
 
 def test_readme_bytes(monkeypatch):
     """Of a third round in which all clients take part, over a model down and a model up."""
-    monkeypatch.setattr(extras.glyphs, "GLYPHS", (600, 200))
-    words = "--dataset glyphs --model cnn --clients 4 --local-steps 1 --quiet"
+    monkeypatch.setattr(extras.glyphs, "GLYPHS", (200, 20))
+    words = (
+        "--dataset glyphs --model cnn --clients 2 --local-steps 1 --batch-size 8 --plain --quiet"
+    )
     for name, (*_, shown) in method_rows().items():
         net, rows = SCRIPTS[name].main([*words.split(), *needed(name), "--rounds", "3"])
         model = common.nbytes(net.state_dict()) * len(rows[2]["clients"])
