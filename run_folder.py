@@ -214,6 +214,8 @@ def source_digest(f):
         tree = ast.parse(path.read_bytes() if path.is_file() else cell)
     except (OSError, SyntaxError, TypeError):
         return ""
+    if not tree.body:
+        return ""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value = ast.Constant("")

@@ -66,7 +66,7 @@ def test_names_and_digests(tmp_path):
 
 
 def test_a_notebook(monkeypatch):
-    """Of a cell the function alone counts; where there is no source, its name."""
+    """All of a cell counts but its comments; where there is no source, the function's name."""
 
     def cell(text, name):
         monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(True), name))
@@ -74,7 +74,8 @@ def test_a_notebook(monkeypatch):
         return code_of(found["local_update"])["local_update"]
 
     one = cell(SOURCE, "<cell 1>")
-    assert one == cell(f"{SOURCE}\nX = 1\n", "<cell 2>") != "local_update"
+    assert one == cell(f"{SOURCE}\n# said\n", "<cell 2>") != "local_update"
     assert one != cell(SOURCE.replace("** power", "* power"), "<cell 3>")
+    assert one != cell(f"{SOURCE}\nX = 1\n", "<cell 4>")
     exec(SOURCE, found := {"__name__": "__main__"})
     assert code_of(found["local_update"])["local_update"] == "local_update"
