@@ -105,10 +105,8 @@ def settings_of(found):
     settings = {}
     for cell, runs in found.items():
         settings.setdefault(TITLES[cell.setting], {})[cell] = runs
-    return [
-        (title, own, next((runs for cell, runs in own.items() if cell.method == "FedAvg"), []))
-        for title, own in settings.items()
-    ]
+    # FedAvg's cell is the first one of a setting
+    return [(title, own, next(iter(own.values()))) for title, own in settings.items()]
 
 
 def compare_pairs(runs, plain):
@@ -168,12 +166,10 @@ def draw(path, found):
     """Write the picture of {cell: runs}, of settings in which FedAvg and another have run."""
     settings = []
     for title, own, plain in settings_of(found):
-        pairs = {cell.method: (runs, compare_pairs(runs, plain)) for cell, runs in own.items()}
-        shown = {
-            method: (Group(runs, []), [pair["over FedAvg"] for pair in both])
-            for method, (runs, both) in pairs.items()
-            if both
-        }
+        shown = {}
+        for cell, runs in own.items():
+            if pairs := compare_pairs(runs, plain):
+                shown[cell.method] = Group(runs, []), [pair["over FedAvg"] for pair in pairs]
         settings += [(title, shown)] * (len(shown) > 1)
     if settings:
         pictures.write(path, draw_settings, settings)

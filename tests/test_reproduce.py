@@ -250,12 +250,11 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
         (["fedavg.py,fedprox.py --out x"], "--out: set by reproduce"),
         (["fedavg.py", "--sweep", "lr"], "takes FLAG=a,b"),
         (["fedavg.py", "--sweep", "a,b=1,2/3"], "takes FLAG=a,b"),
-        (["fedalign", "5", "--sweep", "lr=1"], "unrecognized arguments: --sweep"),
-        (["fedalign", "5", "--lr", "1"], "unrecognized arguments"),
-        (["fedalign", "5", "--dataset", "glyphs"], "unrecognized arguments"),
-        (["fedalign", "5", "--scale", "small"], "unrecognized arguments"),
+        (["fedalign", "5", "--sweep", "lr=1"], "--sweep: not of a paper's table; fedalign.py is"),
+        (["fedmlb", "1a", "--lr", "1"], "--lr: not of a paper's table; fedmlb.py is the script"),
+        (["niid-bench", "cifar-10", "--lr", "1"], "unrecognized arguments: --lr 1"),
         (["./fedavg.py", "1"], "unrecognized arguments: 1"),
-        (["fedalign", "--lr", "1"], "unrecognized arguments: --lr"),
+        (["fedalign", "--lr", "1"], "argument --lr: not of a paper's table"),
         (["rfedavg", "fig9", "--csv", "x.csv"], "fig9 has parts; name one of fig9a, fig9b"),
     ],
 )
@@ -316,7 +315,8 @@ def test_a_run_with_other_flags_is_not_finished(swept):
     folder, sweep = swept
     assert is_refused(sweep("--lr", "0.5"), "another --lr (0.03, now 0.5)", str(folder))
     assert is_refused(sweep("--rounds", "3"), "another --rounds (4, now 3)", str(folder))
-    for more in ("--workers=2", "--augment=none", "--data-dir=x", "--client-test"):
+    assert is_refused(sweep("--client-test"), "another --client_test (False, now True)")
+    for more in ("--workers=2", "--augment=none", "--data-dir=x"):
         assert sweep(more)[:2] == (0, "")
 
 
