@@ -76,9 +76,7 @@ def packed(tree):
 
 
 def save(tree, path):
-    """Write a dict of tensors, plain values and nests of both as torch.save does, atomically.
-
-    Strides are kept, since sums depend on them."""
+    """Write nests of tensors and plain values as torch.save does, atomically, with strides."""
     # released at once: where an error's traceback keeps it, some Pythons crash at the exit
     with packed(tree).getbuffer() as content:
         write_atomically(path, content)
@@ -158,9 +156,7 @@ def read_rows(out, config):
 
 
 def read_checkpoint(out, config):
-    """Return what checkpoint.pt of the run in out holds, and the rows up to it.
-
-    config: its config.json. UserError where they are damaged, or do not go together."""
+    """Return what checkpoint.pt of a run holds, and the rows up to it; UserError if damaged."""
     state = load(out / "checkpoint.pt")
     if type(state) is not dict or state.get("run") != config["run"]:
         raise UserError(f"{out / 'checkpoint.pt'}: not a checkpoint of this run")
@@ -236,10 +232,9 @@ def check_same(out, config, part, now):
         a, b = began.get(name, "none"), now.get(name, "none")
         if a != b:
             name = name.replace("_", "-") if part == "flags" else name
-            raise UserError(
-                f"{out}: {config['script']}.py began with another {what.format(name)} ({a}, now "
-                f"{b}); {advice}, or start a new run with another --out"
-            )
+            other = f"began with another {what.format(name)} ({a}, now {b})"
+            how = f"{advice}, or start a new run with another --out"
+            raise UserError(f"{out}: {config['script']}.py {other}; {how}")
 
 
 def commit():
