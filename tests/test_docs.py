@@ -23,7 +23,6 @@ from conftest import args_of
 from methods import METHODS, SCRIPTS, needed
 
 import common
-import engine
 import extras.glyphs
 
 ROOT = pathlib.Path(common.__file__).parent
@@ -231,7 +230,6 @@ def test_commands_run(block, tmp_path):
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine.Worker, "keep_first_step", False)  # put back, if the block fails
     for name in ("wandb", "torch.utils.tensorboard"):  # need not be installed
         stand_in = unittest.mock.MagicMock(**{"log.return_value": None})
         stand_in.SummaryWriter().add_scalar.return_value = None
