@@ -64,7 +64,7 @@ class Machine:
         self.host, self.streams = {}, []  # the host's clock: what it knows to be done
         self.blocks, self.pinned = weakref.WeakValueDictionary(), weakref.WeakValueDictionary()
         self.capture, self.graphs, self.replays, self.watched = None, [], 0, False
-        self.default, self.on = None, True
+        self.current, self.on = None, True
 
     def fault(self, text):
         if text not in self.faults:
@@ -101,21 +101,21 @@ class Stream:
 
 
 def merge(clock, other):
-    for number, time_ in other.items():
-        clock[number] = max(clock.get(number, 0), time_)
+    for number, moment in other.items():
+        clock[number] = max(clock.get(number, 0), moment)
 
 
 @contextlib.contextmanager
 def stream(new):
-    before, gpu.default = gpu.default, new
+    before, gpu.current = gpu.current, new
     try:
         yield
     finally:
-        gpu.default = before
+        gpu.current = before
 
 
 def current_stream(device=None):
-    return gpu.default
+    return gpu.current
 
 
 def synchronize(device=None):
@@ -420,7 +420,7 @@ def machine(**options):
     """Give this process the virtual GPU, a Machine with options, and return it."""
     global gpu
     gpu = Machine(**options)
-    gpu.default = Stream()
+    gpu.current = Stream()
     autocast, group = torch.autocast, torch._C._group_tensors_by_device_and_dtype
 
     def grouped(lists, with_indices=False):
