@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import TINY, refused
 from methods import ROOT, VARIANTS, needed
+from virtual_gpu import machine
 
 import common
 import engine
@@ -110,69 +111,95 @@ def test_population_refuses_a_script_that_is_not_there(capsys):
 SMALL = ["--small", "--device", "cpu"]
 
 
-def test_gpu_runs_small(monkeypatch, capsys):
-    """Every part, on the CPU: ways to run agree, and each has figures."""
+@pytest.fixture
+def gpu_rows(monkeypatch, capsys):
+    """Return a function that runs benchmarks/gpu.py and returns its rows."""
     monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)  # main changes it
-    assert gpu.main([*gpu.PARTS, *SMALL, "--no-processes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = json.loads(lines[-1])["table"]
+
+    def rows(*argv, code=0):
+        assert gpu.main([*argv, "--small"]) == code
+        return list(map(json.loads, capsys.readouterr().out.splitlines()))
+
+    return rows
+
+
+def test_gpu_runs_small(gpu_rows):
+    """Every part, on the CPU: ways to run agree, and each has figures."""
+    table = gpu_rows(*gpu.PARTS, "--device", "cpu", "--no-processes")
     assert [row["part"] for row in table] == list(gpu.PARTS)
-    assert [line.split()[1] for line in lines if line[:4] == "ok  "] == list(gpu.PARTS)
+    assert all(row["ok"] and row["torch"] == torch.__version__ for row in table)
     rows = {row["part"]: row for row in table}
-    for part in ("correct", "conduct"):
-        assert {rows[part][way] for way in ("eager", "three", "auto")} == {0}
-        assert rows[part]["loss"] > 0.1
-    for part in ("steps", "layouts"):
-        assert min(rows[part][k] for k in ("x1", "x2", "eager", "short", "short eager")) > 0
-        assert rows[part]["host"] <= rows[part]["x1"]
-    assert rows["rounds"]["20 epochs"] == rows["rounds"]["second"] * 5
+    ways = ("eager", "three", "auto", "plain", "cpu", "resumed", "of the move")
+    assert {rows["correct"][way] for way in ways} == {rows["nccl"]["ranks"]} == {0}
+    assert rows["correct"]["loss"] > 0.1
+    assert rows["memory"]["host GiB"][1] >= rows["memory"]["host GiB"][0] > 0.05
+    assert min(rows["steps"][k] for k in ("x1", "x2", "eager", "short")) > 0
+    assert rows["steps"]["host"] <= rows["steps"]["x1"]
+    assert rows["rounds"]["20 epochs"] == pytest.approx(rows["rounds"]["second"] * 5, rel=1e-3)
     assert rows["rounds"]["paper"] == 137.2
     assert rows["command"]["samples/s"] > 0
     assert any("convolution_backward" in name for name in rows["kernels"]["most"])
 
 
-def test_gpu_tells_failures_and_goes_on(monkeypatch, capsys):
+def test_gpu_runs_on_a_virtual_gpu(monkeypatch, gpu_rows):
+    """What is compared there, and a command."""
+    parts = {name: gpu.PARTS[name] for name in ("correct", "command")}
+    small = "fedprox --model cnn --clients 3 --epochs 1 --batch-size 100"
+    monkeypatch.setattr(gpu, "PARTS", parts | {"correct": parts["correct"]._replace(small=small)})
+    with machine() as virtual:
+        table = gpu_rows(*parts, "--device", "cuda", "--no-processes")
+    assert [row["ok"] for row in table] == [True] * 2, table
+    assert table[0]["graphs"] and table[0]["of the move"] < 1e-3
+    assert table[1]["device"].startswith("virtual")
+    assert virtual.replays > 20 and virtual.faults == []
+
+
+def test_gpu_tells_failures_and_goes_on(monkeypatch, gpu_rows):
     """An exception, an exit and weights that differ each fail their own case alone."""
     trained = gpu.train
 
-    def train(script, words, out, **own):
-        weights, *more = trained(script, words, out, **own)
+    def train(script, words, out, *more, **own):
+        weights, *rest = trained(script, words, out, *more, **own)
         if "3" in words:  # workers
             weights = {k: v + 1e-7 for k, v in weights.items()}
-        return weights, *more
+        return weights, *rest
 
-    monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)
     monkeypatch.setattr(gpu, "train", train)
-    parts = gpu.PARTS | {"memory": gpu.PARTS["memory"]._replace(small="nothing 32 2")}
-    monkeypatch.setattr(gpu, "PARTS", parts | {"loops": parts["loops"]._replace(small="bare -")})
-    argv = ["correct", "memory", "loops", "machine", *SMALL, "--no-processes"]
-    assert gpu.main(argv) == 1
-    out = capsys.readouterr().out
-    table = json.loads(out.splitlines()[-1])["table"]
+    small = {
+        "steps": "nothing",
+        "kernels": "fedavg --model -",
+        "command": gpu.PARTS["command"].small,
+    }
+    parts = {name: gpu.PARTS[name]._replace(small=case) for name, case in small.items()}
+    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS | parts)
+    argv = ["correct", "steps", "kernels", "command", "--device", "cpu", "--no-processes"]
+    table = gpu_rows(*argv, code=1)
     assert [row["ok"] for row in table] == [False, False, False, True]
     assert 0 < table[0]["three"] < 1e-6
-    assert table[1]["error"].startswith("KeyError")
-    assert "unrecognized arguments" in table[2]["error"]
-    assert out.count("FAIL") == 3
+    assert "nothing" in table[1]["error"]
+    assert "--model" in table[2]["error"]
 
 
-def test_gpu_runs_cases_in_processes(capsys):
-    assert gpu.main(["machine", *SMALL]) == 0
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])["table"][0]
-    assert row["torch"] == torch.__version__
-    assert row["copy TB/s"] > 0
-    assert gpu.main(["steps", "--only", "no such case", "--device", "cpu"]) == 1
+def test_gpu_runs_cases_in_processes(gpu_rows):
+    """With compiled blocks too."""
+    plain, compiled = gpu_rows("kernels", "--device", "cpu", "--compile")
+    assert plain["kernels"] > 10 and compiled["kernels"] > 10
+    assert compiled["case"] == f"compiled {plain['case']}"
+    assert gpu_rows("steps", "--only", "no such case", "--device", "cpu", code=1) == []
 
 
 def test_gpu_checks_every_variant():
-    """All of the tests' table; in other words where these are about the size of the run."""
+    """All of the tests' table; in other words where these are about the size of the run.
+
+    And the README's command."""
+    assert f"fedavg.py {gpu.README}" in (ROOT / "README.md").read_text()
     sizes = ("--model resnet56", "--batch-size 16", "--local-steps 2")
     wanted = set()
     for name, more in VARIANTS:
         for size in sizes:
             more = more.replace(size, "")
         wanted.add(" ".join([name, *needed(name, ["--model"]), *more.split()]))
-    assert wanted <= set(gpu.listed(gpu.VARIANTS))
+    assert wanted <= set(gpu.listed(gpu.CORRECT))
     assert set(gpu.papers_seconds()) >= set(gpu.TABLE_5)
 
 
@@ -180,7 +207,7 @@ def test_gpu_checks_every_variant():
     "argv, word",
     [
         (["nothing"], "PART"),
-        (["machine", "--limit", "0"], "--limit"),
+        (["steps", "--limit", "0"], "--limit"),
         (SMALL, "PART"),
     ],
 )
