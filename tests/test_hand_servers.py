@@ -30,6 +30,7 @@ import run_folder
 import extras.glyphs
 
 
+ALL = np.arange(501)
 LATER = "--lr 0.2 --lr-decay 0.5"  # 0.1 in round 2
 
 
@@ -308,9 +309,10 @@ def test_scaffold_server():
 
 def test_scaffold_option_one_takes_any_number_of_samples():
     """501 samples: no part may be a single one, which batch norm cannot take where maps are 1x1."""
-    worker = engine.Worker(common.build_net("cnn", 62), extras.glyphs.glyphs(), flags(), 1)
-    client = common.Client(0, np.arange(501), {})
-    assert [len(y) for _, y in worker.batches(client)] == [251, 250]
+    net, data, client = common.build_net("cnn", 62), extras.glyphs.glyphs(), common.Client(0, ALL)
+    plain = common.PlainWorker(net, data, flags(), client, {"round": 1})
+    for worker in (engine.Worker(net, data, flags(), 1), plain):
+        assert [len(y) for _, y in worker.batches(client)] == [251, 250]
 
 
 def test_scaffold_is_the_averaged_gradient(tmp_path):
