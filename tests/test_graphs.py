@@ -55,8 +55,8 @@ BACK = "torch.cuda.current_stream(self.device).wait_stream(self.stream)"
         ("fedprox", PINNED, "[p.detach().clone() for p in net.parameters()]", "freed"),
         ("engine", WAIT, "pass", "race"),
         ("engine", BACK, "pass", "race"),
-        ("engine", 'group["lr"].fill_(self.lr)', 'group["lr"] = self.lr', "weights"),
-        ("engine", "torch._foreach_copy_(state, before)", "pass", "weights"),
+        ("engine", 'group["lr"].fill_(self.lr)', 'group["lr"] = self.lr', "a replay"),
+        ("engine", "torch._foreach_copy_(state, before)", "pass", "out of range"),
         ("gradaug", "opt.zero_grad(set_to_none=False)", "opt.zero_grad()", "weights"),
     ],
 )
@@ -167,7 +167,7 @@ def wide_net():
     )
 
 
-@pytest.mark.parametrize("subnets, most", [(2, 256), (3, 256), (3, 5)])
+@pytest.mark.parametrize("subnets, most", [(3, 256), (3, 5)])
 def test_gradaug_has_a_graph_a_part(monkeypatch, workers, subnets, most):
     """The full network, the optimizer and each student, on full batches and not on short ones;
     beyond the most graphs the rest runs without, on the same gradients."""
@@ -181,7 +181,7 @@ def test_gradaug_has_a_graph_a_part(monkeypatch, workers, subnets, most):
 
     draw = gradaug.draw_variants
     monkeypatch.setattr(gradaug, "draw_variants", drawn)
-    assert compare(f"gradaug --subnets {subnets} --local-steps 6", net=wide_net()) == []
+    assert compare(f"gradaug --subnets {subnets}", net=wide_net()) == []
     graphs = set(workers[-1].graphs)
     wanted = {("narrow", *part) for part in seen} | {("_batch", 8), ("full",), ("step",)}
     assert graphs == wanted if most == 256 else len(graphs) == most

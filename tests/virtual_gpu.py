@@ -536,15 +536,16 @@ def listed(text):
 
 SUITE = [" ".join([name, *needed(name, ["--model"]), *more.split()]) for name, more in VARIANTS]
 SUITE = [case.replace("resnet56", "resnet8") for case in SUITE]
-SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; moon --workers auto --clients 5;
+SUITE += listed("""fedavg --model cnn --workers 3 --clients 5;
+fedavg --model cnn --workers auto --clients 5; fedavg --no-graph; fedavg --plain; resume rfedavg;
 gradaug --workers 2 --rounds 1; fedavg --augment rotate10,crop,flip --clip 1 --momentum 0;
 fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt; fedavg --precision bf16;
-fedavg --local-steps 24 --clients 3; fedavg --no-graph; fedavg --plain; resume rfedavg;
 resume feddyn; given fedavg; text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0; text moon""")
 CASES = SUITE + [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
 CASES.remove("stochdepth  --model cnn")
 CASES += [f"fedavg --model {net}" for net in [*common.NETS, *common.EXTRA_NETS] if net != "lstm"]
-CASES += listed("""fedcka --similarity-metric frobenius; fedcka --similarity-metric cosine;
+CASES += listed("""fedavg --local-steps 24 --clients 3; moon --workers auto --clients 5;
+fedcka --similarity-metric frobenius; fedcka --similarity-metric cosine;
 scaffold --correction step --momentum 0; scaffold --optimizer rmsprop --lr 1e-4;
 scaffold --drop-last --partition dirichlet --min-size 3 --alpha 0.2 --clients 4;
 fedmlb --pathways 1,2 --divisor all; fedmlb --precision bf16; fedalign --precision bf16;
