@@ -1,14 +1,15 @@
-"""Cut runs and damage their files: all must be survived, or refused in a line.
+"""Cut runs, damage their files and feed them nonsense: all must be survived, or refused in a line.
 
     python tests/chaos.py --minutes 30 --seed 0
     python tests/chaos.py --seed 0 --only kills --case 17       one case, and what it did
 
-Run by hand, outside the suite, of which tests/test_chaos.py is a short part. Two sections, one
+Run by hand, outside the suite, of which tests/test_chaos.py is a short part. Three sections, one
 case of each in turn, until time is over:
     kills    a run is killed, interrupted or robbed of its disk at one of its file operations, and
              so are its resumes; the last one ends with what the uncut run has, bit for bit
     damage   a file of a run or of its data is damaged or exchanged, and the run resumed or
              analysed: refused, nothing changed, or the same results
+    fuzz     flags, run folders and data files of nonsense: done, or refused
 A refusal is one line on stderr and exit code 2. Ends in a line a section, and exit code 1 if any
 case failed."""
 
@@ -23,10 +24,10 @@ import time
 import traceback
 
 from chaotic import children  # noqa: F401  (first: it settles the threads of torch)
-from chaotic import damage, kills
+from chaotic import damage, fuzz, kills
 from chaotic.world import World
 
-SECTIONS = {"kills": kills.case, "damage": damage.case}
+SECTIONS = {"kills": kills.case, "damage": damage.case, "fuzz": fuzz.case}
 
 
 def attempt(world, section, n):
