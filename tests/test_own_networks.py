@@ -196,7 +196,7 @@ def test_a_run_goes_on_without_the_file_of_init(tmp_path):
     with pytest.raises(common.UserError, match="init.pt: no such state_dict"):
         fedavg.main([*on, str(tmp_path / "b")])
     torch.save(common.build_net("cnn", 62).state_dict(), path)
-    with pytest.raises(common.UserError, match="another --init_crc32"):
+    with pytest.raises(common.UserError, match="another --init-crc32"):
         fedavg.main([*on, str(tmp_path / "b")])
     path.write_bytes(kept)
     assert same(fedavg.main([*on, str(tmp_path / "b")])[0].state_dict(), whole)

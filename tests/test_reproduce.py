@@ -315,7 +315,7 @@ def test_a_run_with_other_flags_is_not_finished(swept):
     folder, sweep = swept
     assert is_refused(sweep("--lr", "0.5"), "another --lr (0.03, now 0.5)", str(folder))
     assert is_refused(sweep("--rounds", "3"), "another --rounds (4, now 3)", str(folder))
-    assert is_refused(sweep("--client-test"), "another --client_test (False, now True)")
+    assert is_refused(sweep("--client-test"), "another --client-test (False, now True)")
     for more in ("--workers=2", "--augment=none", "--data-dir=x"):
         assert sweep(more)[:2] == (0, "")
 
