@@ -79,7 +79,9 @@ TABLE_5 = {  # row of the table: script
     "FedAlign": "fedalign",
 }
 EPOCHS = 4  # of Table 5's 20 that are run
-README = "--dataset glyphs --model cnn --clients 10 --rounds 10 --epochs 1 --lr 0.03"
+README = (
+    "--dataset glyphs --model resnet8 --clients 10 --rounds 10 --epochs 1 --lr 0.1 --lr-decay 0.8"
+)
 TYPICAL = "fedalign --alpha 0.1 --clients 64 --sample 0.25"
 IMAGES = (50_000, 10_000)  # to train on, to test on; --small has fewer
 
@@ -215,7 +217,7 @@ def nccl(words, device):
 
 
 def command(words, device):
-    """The README's command, of which a CPU gives 78.7%; or two_rounds() of another."""
+    """The README's command, of which a CPU gives 85.1%; or two_rounds() of another."""
     script, *flags = words
     if words[:1] != ["readme"]:
         return two_rounds(words, device)
@@ -226,7 +228,7 @@ def command(words, device):
         seconds = time.perf_counter() - began
     accuracy = rows[-1]["test_acc"]
     figures = {"accuracy": accuracy, "seconds": seconds, "workers": config["workers"]}
-    return figures | {"ok": len(rows) < 10 or abs(accuracy - 78.7) < 4}
+    return figures | {"ok": len(rows) < 10 or abs(accuracy - 85.1) < 4}
 
 
 def memory(words, device):
