@@ -3,12 +3,12 @@ Li, Jiang, Zhang, Kamp, Dou. ICLR 2021. https://arxiv.org/abs/2102.07623
 
 FedAvg of everything but batch norm. Client k keeps the scales, shifts and statistics of its batch
 norm, b_k, which it never sends:
-    min_{w, b_k}  F_k(w, b_k),   then  w <- sum_k n_k/n w_k                          (Algorithm 1)
+    min_{w, b_k}  F_k(w, b_k),   then  w <- sum_k n_k/n w_k
 
 State: each client keeps b_k. Bytes per client and round: the model without batch norm, down and up.
 A client starts with the batch norm of the initial network, which the global network keeps: its
-test_acc says nothing, and --client-test measures the clients' own (personal_acc). The paper's
-average is the plain one of --weighting uniform.
+test_acc says nothing, and --client-test measures the clients' own (personal_acc). The average of
+the paper's Algorithm 1 is the plain one, 1/K, of --weighting uniform.
 
 No published number is repeated here. On non-IID CIFAR-10:
     python fedbn.py --dataset cifar10 --model resnet8 --clients 10 --alpha 0.1 --client-test

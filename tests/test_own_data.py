@@ -99,6 +99,29 @@ def test_writers_by_name(capsys, tmp_path):
     assert line not in said(capsys, tmp_path, data, linear(), *clients[2:]).err
 
 
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"writers": np.arange(50) % 4}, "writers"),
+        ({"writers": np.arange(80) % 4 / 2}, "writers"),
+        ({"writers": np.arange(80) % 4, "writers_test": np.arange(7) % 4}, "writers_test"),
+    ],
+)
+def test_writers_of_other_samples(fields, name):
+    data = dataclasses.replace(tables(), **fields)
+    line = refusal(common.partition, data, flags("--partition", "natural"))
+    assert line.startswith(f"data: {name} must name or number")
+
+
+def test_writers_may_be_a_list():
+    numbers = np.arange(80) % 4
+    parts = [
+        common.partition(dataclasses.replace(tables(), writers=w), flags("--partition", "natural"))
+        for w in (numbers, numbers.tolist())
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(*parts))
+
+
 def test_a_name_is_part_of_the_run_folder_s(tmp_path):
     data = tables()
     named = dataclasses.replace(data, name="heart")
