@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 def head(net):
     """Return the weights of net's last block, a part of its state_dict."""
-    last = f"{list(net.named_children())[-1][0]}."
-    return {name: v for name, v in net.state_dict().items() if name.startswith(last)}
+    body = net[:-1].state_dict()
+    return {name: v for name, v in net.state_dict().items() if name not in body}
 
 
 def aggregate(net, received, server, args):
