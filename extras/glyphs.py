@@ -24,9 +24,8 @@ def glyphs(train=None, test=None, seed=0):
 
     train, test: how many images, GLYPHS by default. Each is drawn by a writer with a slant, size,
     stroke and colours of his own, about 100 training images a writer. Deterministic by seed."""
-    return copy.copy(
-        _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
-    )  # a caller may change it
+    data = _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
+    return copy.copy(data)  # a caller may change it
 
 
 @functools.lru_cache(1)

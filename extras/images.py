@@ -49,10 +49,7 @@ def folder(root, image_size=None, by_client=False):
     names = sorted({path.parent.name for path in train})
     odd = {path.parent.name for path in test}.symmetric_difference(names)
     if odd:
-        raise UserError(
-            f"--data-dir {root}: train and test hold different classes; "
-            f"class {min(odd)!r} is in one of them only"
-        )
+        raise UserError(f"--data-dir {root}: class {min(odd)!r} is in train or in test alone")
     label = {name: i for i, name in enumerate(names)}
     labelled = [[(path, label[path.parent.name]) for path in files] for files in (train, test)]
     data = load_images(root, *labelled, len(names), image_size)
@@ -79,10 +76,8 @@ def _files(part, layouts):
             found[layout] = sorted(paths)
     if len(found) != 1 or not found.keys() <= layouts:
         those = " and ".join(str(paths[0]) for paths in found.values()) or "no images"
-        raise UserError(
-            f"--data-dir {part.parent}: {those} found; images lie in {part.name}/CLASS/*, or, with "
-            f"--partition natural, in {part.name}/CLIENT/CLASS/*"
-        )
+        wanted = f"{part.name}/CLASS/*, or with --partition natural {part.name}/CLIENT/CLASS/*"
+        raise UserError(f"--data-dir {part.parent}: {those} found; images lie in {wanted}")
     return next(iter(found.values()))
 
 
@@ -206,9 +201,7 @@ def decode_images(paths, resize, mode=None):
         for path, row, image in zip(paths, x, images):
             if image.shape != first.shape:
                 height, width = first.shape[1:]
-                raise UserError(
-                    f"{path}: {image.shape[2]}x{image.shape[1]} pixels where {paths[0]} has "
-                    f"{width}x{height}; --image-size makes them all one size"
-                )
+                found = f"{image.shape[2]}x{image.shape[1]} pixels, not {width}x{height}"
+                raise UserError(f"{path}: {found} as {paths[0]}; --image-size makes them one size")
             row[:] = image
     return torch.from_numpy(x)

@@ -29,9 +29,9 @@ def split(data, args):
     if args.partition == "file":
         return file_partition(args.split_file, len(labels), clients, args.partial_split)
     if data.writers is None:
+        do = "femnist, sent140, glyphs and a folder of train/CLIENT/CLASS/* do"
         raise UserError(
-            f"--partition {args.partition}: --dataset {args.dataset} does not say who made each "
-            "sample; femnist, sent140, glyphs and a folder of train/CLIENT/CLASS/* do"
+            f"--partition {args.partition}: no writers in --dataset {args.dataset}; {do}"
         )
     known = {"writers": (data.writers, len(labels))}
     if data.writers_test is not None:
@@ -118,9 +118,7 @@ def labels_partition(labels, classes, clients, each, seed):
     owner = np.empty(len(labels), np.int64)
     for label, takers in enumerate(map(np.flatnonzero, has.T)):
         if len(takers) == 0:
-            raise UserError(
-                f"--partition labels: no client has label {label}; use more --clients or --labels"
-            )
+            raise UserError(f"--labels {each}: no client has label {label}; use more --clients")
         index = rng.permutation(np.flatnonzero(labels == label))
         for taker, part in zip(takers, np.array_split(index, len(takers))):
             owner[part] = taker
@@ -192,10 +190,8 @@ def file_partition(path, samples, clients, partial=False):
         if times.max() > 1:
             raise ValueError(f"gives sample {times.argmax()} more than once")
         if times.min() == 0 and not partial:
-            raise ValueError(
-                f"leaves out {(times == 0).sum()} of {samples} samples, the first of them "
-                f"{times.argmin()}; --partial-split allows that"
-            )
+            found = f"leaves out {(times == 0).sum()} of {samples} samples, as {times.argmin()}"
+            raise ValueError(f"{found}; --partial-split allows that")
     except ValueError as e:
         raise UserError(f"--split-file {path}: {e}") from None
     return [part.astype(np.int64) for part in parts]
@@ -245,9 +241,9 @@ def client_test_indices(data, parts, args):
     else:
         if args.partition == "natural" and not args.quiet:
             line = (
-                "--client-test: nothing says whose the test samples are (writers_test); each client"
+                "--client-test: no writers_test; each client is tested on its share of each class"
             )
-            print(f"{line} is tested on its share of each class", file=sys.stderr)
+            print(line, file=sys.stderr)
         labels = data.y_test.numpy()
         rng = seeded_rng("client-test", args.data_seed)
         owner = np.full(len(labels), len(parts))
@@ -295,6 +291,9 @@ def personal_hits(fed, hits):
         odd = [k for k, v in personal.items() if k not in weights or v.shape != weights[k].shape]
         if odd:
             raise UserError(f"client.state['personal']: the network has no such {odd[0]!r}")
+        if not all(v.isfinite().all() for v in personal.values()):
+            personal_model = f"client {client}: its personal model"
+            raise FloatingPointError(f"{personal_model} holds NaN or infinity; try a smaller --lr")
         net = common.copy_net(fed.net)
         common.load_weights(net, weights | personal)
         index, predicted = torch.from_numpy(test), torch.zeros(len(test), dtype=torch.long)

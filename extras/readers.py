@@ -39,10 +39,8 @@ def tiny_imagenet(root):
         wnids = sorted(set(read_text(root / "wnids.txt").split()))
         lines = read_text(annotations).splitlines()
     except FileNotFoundError as e:
-        raise UserError(
-            f"{e.filename}: no such file; unzip http://cs231n.stanford.edu/tiny-imagenet-200.zip "
-            "so that it is there"
-        ) from None
+        source = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+        raise UserError(f"{e.filename}: no such file; unzip {source} there") from None
     train, test, labels = [], [], {wnid: i for i, wnid in enumerate(wnids)}
     for wnid, label in labels.items():
         paths = sorted((root / "train" / wnid / "images").glob("*"))
@@ -92,11 +90,9 @@ def _drawn_files(root):
     folders, classes, count = IMAGENET
     wnids = sorted(path.name for path in root.glob("train/*") if path.is_dir())
     if len(wnids) != folders:  # the draw is among all of them
-        raise UserError(
-            f"{root / 'train'}: {len(wnids)} folders of classes, where ImageNet-1k has {folders}; "
-            f"download it from image-net.org (ILSVRC2012) and unpack it to {root}/train/WNID/* "
-            f"and {root}/val/WNID/*"
-        )
+        found = f"{len(wnids)} folders of classes, where ImageNet-1k has {folders}"
+        advice = f"unpack ILSVRC2012 of image-net.org to {root}/train/WNID/* and {root}/val/WNID/*"
+        raise UserError(f"{root / 'train'}: {found}; {advice}")
     rng = np.random.RandomState(1993)
     wnids = rng.choice(wnids, classes, replace=False).tolist()
     labels = {wnid: i for i, wnid in enumerate(sorted(wnids))}
@@ -106,10 +102,8 @@ def _drawn_files(root):
         names = sorted(os.listdir(folder))
         paths = sorted((root / "val" / wnid).glob("*"))
         if len(names) < count or not paths:
-            raise UserError(
-                f"{folder}: {len(names)} images, and {len(paths)} in val/{wnid}, where {count} and "
-                "at least one are needed"
-            )
+            found = f"{len(names)} images, and {len(paths)} in val/{wnid}"
+            raise UserError(f"{folder}: {found}, where {count} and at least one are needed")
         names = rng.choice(names, count, replace=False).tolist()
         train += [(folder / name, labels[wnid]) for name in names]
         test += [(path, labels[wnid]) for path in paths]
@@ -180,11 +174,8 @@ def femnist(root):
 
     They are root/train/*.json and root/test/*.json, read once, with 28x28 images in [0, 1], white
     paper 1, and labels 0-9, 10-35 for A-Z, 36-61 for a-z. UserError for a damaged shard."""
-    advice = (
-        "LEAF (github.com/TalwalkarLab/leaf) makes data/femnist/data/train and test by, say, "
-        "data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample (--sf: share of the 3,500 "
-        f"writers); copy both folders into {root}"
-    )
+    make = "data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample"
+    advice = f"{make} of github.com/TalwalkarLab/leaf makes the folders train and test of {root}"
 
     def read():
         names = ("x", "y", "x_test", "y_test", "writers", "writers_test")
@@ -229,15 +220,13 @@ def _leaf_part(folder, read, advice):
             for user, count in zip(shard["users"], shard["num_samples"], strict=True):
                 x, y = (shard["user_data"][user][key] for key in "xy")
                 if user in sizes or not len(x) == len(y) == count:
-                    raise ValueError(
-                        f"listed twice, or {len(x)} x and {len(y)} y where num_samples says {count}"
-                    )
+                    found = f"{len(x)} x and {len(y)} y where num_samples says {count}"
+                    raise ValueError(f"listed twice, or {found}")
                 sizes[user] = count
                 arrays.append(read(x, y))
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
-            raise UserError(
-                f"{path}, user {user!r}: not a shard of LEAF ({type(e).__name__}: {e})"
-            ) from None
+            why = f"not a shard of LEAF ({type(e).__name__}: {e})"
+            raise UserError(f"{path}, user {user!r}: {why}") from None
     if not any(sizes.values()):
         raise UserError(f"{folder}: no samples in *.json; {advice}")
     xs, ys = zip(*arrays)

@@ -61,10 +61,8 @@ def _read(root):
     """Return labels (n,), a list of texts, a list of users, and which tweets are test ones.
 
     The last is (n,) bool, or None where the files do not say (the CSV)."""
-    advice = (
-        "unzip http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip and put "
-        f"training.1600000.processed.noemoticon.csv into {root}"
-    )
+    source = "http://cs.stanford.edu/people/alecmgo/trainingandtestdata.zip"
+    advice = f"put training.1600000.processed.noemoticon.csv of {source} there"
     paths = list(root.glob("*.csv"))
     if not paths and (root / "train").is_dir():
         return _read_leaf(root, advice)

@@ -113,7 +113,7 @@ REFUSALS = """
 --partition natural --clients 300 | writers
 --partition iid --clients 601 | no sample
 --partition labels --labels 63 | --labels 63; has 62 labels
---partition labels | --partition labels; more --clients or --labels
+--partition labels | --labels 2: no client has label; use more --clients
 --drop-last --batch-size 599 | --drop-last
 --dataset folder --data-dir /nonexistent | /nonexistent; train
 --image-size 10 | --image-size
@@ -228,10 +228,10 @@ def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "MNIST", offline)
     argv = [*TINY, "--dataset", "mnist", "--out", tmp_path / "run", "--data-dir", tmp_path / "new"]
-    refused(capsys, fedavg, argv, "mnist", "downloaded", "folder")
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "new").mkdir()  # the user's own
-    refused(capsys, fedavg, argv, "mnist", "downloaded", "folder")
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 

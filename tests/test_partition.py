@@ -217,10 +217,10 @@ def test_what_is_moved_goes_to_one_client_after_the_other():
 def test_too_many_clients_for_the_minimum(capsys):
     """Refused before a draw is made."""
     argv = [*TINY, "--min-size", "151"]
-    words = ("--min-size", "600 samples cannot give 4 clients 151 each", "fewer --clients")
+    words = ("--min-size", "600 samples cannot give 4 --clients 151 each")
     refused(capsys, fedavg, argv, *words)
     refused(capsys, fedavg, [*TINY, "--min-size", "0"], "--min-size", "at least 1")
-    with pytest.raises(common.UserError, match="2 samples cannot give 3 clients 1 each"):
+    with pytest.raises(common.UserError, match="2 samples cannot give 3 --clients 1 each"):
         common.dirichlet_partition([0, 1], 3, 1.0, 0, min_size=1)
 
 
@@ -312,7 +312,7 @@ def test_file_partition(tmp_path, text):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{0: [0, 3], 1: [2]}", "leaves out 1 of 4 samples, the first of them 1; --partial-split"),
+        ("{0: [0, 3], 1: [2]}", "leaves out 1 of 4 samples, as 1; --partial-split"),
         ("{0: [0, 3], 1: [2, 4]}", "an index is not an integer from 0 to 3"),
         ("{0: [0, 3], 1: [2, 1.0]}", "an index is not an integer from 0 to 3"),
         ("{0: [0, 3], 1: [2, 0]}", "gives sample 0 more than once"),
