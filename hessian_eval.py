@@ -73,7 +73,7 @@ class Batches:
         parts = np.split(index, range(args.batch_size, len(index), args.batch_size))
         size = data.image_size if augment else None
         draws = [common.draw_augment(augment, rng, (len(part),), size) for part in parts]
-        seeds = [draw.pop("seed") for draw in draws] if "seed" in augment else None
+        seeds = [draw.pop("seed") for draw in draws] if "auto" in augment else None
         for part, draw, x in zip(parts, draws, data.images(parts, seeds)):
             device = data.y.device
             draw = {k: torch.from_numpy(v).to(device) for k, v in draw.items()}

@@ -67,7 +67,7 @@ def decisive_flags(flags):
     """
     decisive = {k: v for k, v in flags.items() if k not in MACHINE_FLAGS | {"seed"}}
     images = argparse.Namespace(dataset=flags["dataset"], augment=flags["augment"])
-    decisive["augment"] = common.resolve_augment(images)
+    decisive["augment"] = ",".join(common.resolve_augment(images)) or "none"
     decisive["vectors"] = flags["vectors"] and pathlib.Path(flags["vectors"]).name
     if flags["dataset"] == "folder":
         decisive["data_dir"] = flags["data_dir"]
@@ -85,8 +85,7 @@ def as_text(value):
 
 def augment_of(run):
     """Return the augmentation of a Run as --augment spells it; auto as what it came to."""
-    named = common.augment_text(decisive_flags(run.flags)["augment"])
-    return run.config.get("augment", named)
+    return run.config.get("augment", decisive_flags(run.flags)["augment"])
 
 
 @functools.cache

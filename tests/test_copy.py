@@ -96,8 +96,8 @@ def test_fedavg_from_the_shell(tmp_path, steps):
 MISSING = [  # files that are copied, a command, and what its line names
     ("fedmlb", "--dyn-alpha 0.1", "feddyn.py"),
     ("fedcka", "--similarity-metric kernel-cka", "similarities.py"),
-    ("fedavg", "--workers 2", "engine.py, run_folder.py: needed by --workers"),
-    ("fedavg", "--save-clients", "engine.py, run_folder.py: needed by --save-clients"),
+    ("fedavg", "--workers 2", "--workers: copy engine.py and run_folder.py beside common.py"),
+    ("fedavg", "--save-clients", "--save-clients: copy engine.py and run_folder.py beside"),
     ("fedavg", "--resume --out run", "engine.py: needed by --resume"),
     ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
     ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),

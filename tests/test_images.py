@@ -144,7 +144,7 @@ def test_svhn_and_fashion_mnist(tmp_path, monkeypatch):
     channels = pixels.transpose(1, 0, 2, 3).reshape(3, -1) / 255
     assert data.mean.flatten().tolist() == pytest.approx(channels.mean(1).tolist())
     assert data.std.flatten().tolist() == pytest.approx(channels.std(1).tolist())
-    assert common.resolve_augment(flags("--dataset", "svhn"), data) == {}
+    assert common.resolve_augment(flags("--dataset", "svhn"), data) == []
     folder, rng = tmp_path / "FashionMNIST" / "raw", np.random.default_rng(0)
     folder.mkdir(parents=True)
     for part, n in (("train", 8), ("t10k", 4)):  # in MNIST's format
