@@ -14,7 +14,7 @@ code of rFedAvg's authors, which may have made that paper's numbers. Their F_k i
 losses of full batches in training mode; ours stays the one above. Clients are sampled uniformly.
 
 rFedAvg paper, Table II, MNIST, row q-FedAvg, similarity 0%: 74.42 +- 10.17. Measured: 80.96 +- 0.45
-(n=1, AMD EPYC, 1 core, commit 0685ca6; docs/reproduce.md).
+(n=1, AMD EPYC, 1 core, commit 0685ca6; docs/results.md).
     python qfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 \\
         --clients 500 --sample 0.2 --rounds 60 --epochs 10 --batch-size 32 --lr 0.1 --momentum 0 \\
         --weight-decay 0 --drop-last --weighting uniform --q 1

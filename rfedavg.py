@@ -24,10 +24,10 @@ up; of deltas N d down and d up (rfedavg), or d down and d up (rfedavg+), which 
 If clients are sampled, rfedavg+ sends the new model down once more.
 
 Measured: Table II, MNIST, similarity 0%, row rFedAvg: 94.74 +- 0.19, published 94.66 +- 0.40 (n=1,
-AMD EPYC, 1 core, commit 0685ca6; docs/reproduce.md).
+AMD EPYC, 1 core, commit 0685ca6; docs/results.md).
 
 rFedAvg paper, Table II, MNIST, row rFedAvg+, similarity 0%: 94.72 +- 0.26. Measured: 94.82 +- 0.18
-(n=1, AMD EPYC, 1 core, commit 67b18e9; docs/reproduce.md).
+(n=1, AMD EPYC, 1 core, commit 67b18e9; docs/results.md).
     python rfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 \\
         --clients 500 --sample 0.2 --rounds 60 --epochs 10 --batch-size 32 --lr 0.1 --momentum 0 \\
         --weight-decay 0 --drop-last --weighting uniform --variant rfedavg+ --lam 1e-4

@@ -23,7 +23,7 @@ rFedAvg's tables are FedAvg's.
 Measured: on MNIST, ten clients of two to seven digits, 96.75 +- 0.35 beside FedAvg's 95.21 +- 0.69
 (n=3, AMD EPYC, 2 cores, commit 6a96d7b; docs/demonstration.md), gradients clipped at norm 1. In
 rFedAvg's Table II, MNIST, similarity 0%, NaN in round 9 (n=1, 1 core, commit 67b18e9): one client's
-c_k had grown to six times the median's (docs/reproduce.md).
+c_k had grown to six times the median's (docs/results.md).
 
 FedCKA paper, Table 1, CIFAR-10, row SCAFFOLD. Not measured here yet.
     python scaffold.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\

@@ -19,6 +19,10 @@ ROW_KEYS = {  # of a row as the engine writes it; what else is there the method 
     *"bytes_down bytes_up bytes_delta peak_memory best_acc acc_ema val_acc val_loss crc32".split(),
     *"acc_last5_mean acc_last5_std".split(),
 }
+METHODS = """FedAvg FedProx MOON Mixup StochDepth GradAug FedAlign FedCKA SCAFFOLD FedNova FedMLB
+FedKD FitNet FedNTD FedGKD FedDyn rFedAvg Ditto FedPer FedBN"""
+NAMES = {name.lower(): name for name in METHODS.split()} | {"qfedavg": "q-FedAvg"}  # of scripts
+SERVERS = {"avgm": "FedAvgM", "adam": "FedADAM", "yogi": "FedYogi"}
 
 
 @dataclasses.dataclass
@@ -194,11 +198,11 @@ def method_label(group, groups):
     A method is a script or, where a script ran with several, its server optimizer.
     """
     groups = [other for other in groups if other.script == group.script]
-    name, server = group.script, group.flags.get("server")
+    name, server = NAMES.get(group.script, group.script), group.flags.get("server")
     if len({other.flags.get("server") for other in groups}) > 1:
         groups = [other for other in groups if other.flags.get("server") == server]
-        name = {"avgm": "FedAvgM", "adam": "FedADAM", "yogi": "FedYogi"}.get(server, name)
-        name += f" ({group.script})" * (name != group.script != "fedavg")
+        if server in SERVERS:
+            name = SERVERS[server] + f" ({name})" * (name != "FedAvg")
     flags = [flag for flag in group.flags if flag not in {*SETTING_FLAGS, *MACHINE_FLAGS, "seed"}]
     parts = [f"{flag}={as_text(group.flags[flag])}" for flag in differing_flags(flags, groups)]
     return " ".join([name, *parts, *code_labels(group, groups)])

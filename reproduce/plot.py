@@ -199,7 +199,8 @@ def lines_over(picture):
     x, alike, lines = picture.x, {}, {}
     moving = EFFORT if x in FIGURES else {x}
     for group in picture.groups:
-        labels = (picture.names or {}).get(str(group.runs[0].path), [("", group.script)])
+        name = figures.NAMES.get(group.script, group.script)
+        labels = (picture.names or {}).get(str(group.runs[0].path), [("", name)])
         for method in dict.fromkeys(method for _, method in labels):
             line = method, group.hardware if x in FIGURES else ""
             alike.setdefault((line, group.runs[0].key(*moving)), []).append(group)

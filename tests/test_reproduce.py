@@ -217,8 +217,8 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
     assert code == 0 and "6 of 6 runs finished" in out
     assert (tmp_path / "compare-glyphs-cnn-clients2-epochs1" / "picture.png").exists()
     assert "All rows: dataset glyphs, partition dirichlet, alpha 0.5, data_seed 0" in out
-    rows = [line.split()[:2] for line in out.splitlines() if line.startswith(("fedavg", "moon"))]
-    assert rows == [["fedavg", "3"], ["moon", "3"]]
+    rows = [line.split()[:2] for line in out.splitlines() if line.startswith(("FedAvg", "MOON"))]
+    assert rows == [["FedAvg", "3"], ["MOON", "3"]]
     assert "over n seeds on one partition, none at n = 1" in out
     started.clear()
     code, out, _ = run_reproduce(capsys, "fedprox.py,fedavg.py,moon.py --mu 5", *argv)
