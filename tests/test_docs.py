@@ -63,6 +63,27 @@ def commands(block):
     return [w[1:] for w in words if w[:1] == ["python"] and w[1:3] != ["-m", "pytest"]]
 
 
+# numbers that a shorter run prints too
+SAME = r"(?:lr|momentum|decay|clip|alpha|clients|sample|batch_size) [\d.]+|[\d,]+ parameters"
+
+
+def without_numbers(line):
+    """Return a printed line without what another machine, commit or length of the run changes."""
+    line = re.sub(r"on \w+, workers: .*|torch \S+, commit \S+", "", line)
+    line = re.sub(r"  \S.*, \d+ cores$", "", line)  # a table's last column
+    return " ".join(re.sub(rf"({SAME})|\d[\d.,]*", lambda m: m[1] or "#", line).split())
+
+
+def check_output(block, printed):
+    """Fail unless each line of the output that the page shows after a block is printed."""
+    after = block.page.read_text().partition(f"{block.text}```\n")[2]
+    shown = re.match(r"\n```\n(.*?)^```$", after, re.M | re.S)
+    found = [without_numbers(line) for line in printed.splitlines()]
+    for line in shown[1].splitlines() if shown else ():
+        pattern = re.escape(without_numbers(line)).replace(re.escape("..."), ".*")
+        assert any(re.fullmatch(pattern, other) for other in found), (line, printed)
+
+
 def applied(diff, source):
     """Return source with a unified diff applied; AssertionError where it does not fit."""
     lines, result, at = source.splitlines(), [], 0
@@ -214,6 +235,7 @@ def test_commands_run(block, tmp_path):
     write_scripts(block.page, tmp_path)
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    printed = ""
     for words in runnable(block):
         script = tmp_path / words[0]
         if words[0] != "-m":
@@ -225,10 +247,18 @@ def test_commands_run(block, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout or done.stderr
+        printed += done.stdout + done.stderr
+    check_output(block, printed.replace("local_steps", "epochs"))
+
+
+def test_the_diff_of_the_first_hour():
+    [block] = [b for b in BLOCKS if b.language == "sh" and b.text.startswith("diff ")]
+    done = subprocess.run(["bash", "-c", block.text], cwd=ROOT, capture_output=True, text=True)
+    assert f"{block.text}```\n\n```\n{done.stdout}```\n" in block.page.read_text()
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_python_block_runs(block, tmp_path, monkeypatch):
+def test_python_block_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("wandb", "torch.utils.tensorboard"):  # need not be installed
         stand_in = unittest.mock.MagicMock(**{"log.return_value": None})
@@ -237,6 +267,7 @@ def test_python_block_runs(block, tmp_path, monkeypatch):
     source = "\n" * block.line + block.text  # so that errors name the page's lines
     names = {"__name__": "block", "__file__": str(tmp_path / "block.py")}
     exec(compile(source, block.page, "exec"), names)
+    check_output(block, "".join(capsys.readouterr()))
 
 
 # --- the pages
@@ -390,6 +421,10 @@ def test_results_are_those_of_the_runs():
                     checked += 1
                 elif title.startswith("published"):
                     assert cell in published_numbers(), row
+            mean = {title: cell.split(" ")[0] for title, cell in zip(head, row)}
+            if mean.get("difference"):
+                gap = float(mean["here"]) - float(mean["published"])
+                assert mean["difference"] == f"{gap:+.2f}".replace("-", "−"), row
     assert checked > 20
 
 
@@ -431,7 +466,7 @@ def test_table_of_networks():
 
 
 def test_notebook_runs(tmp_path, monkeypatch):
-    """The code cells of docs/tour.ipynb, one after the other; its asserts hold."""
+    """The code cells of docs/tour.ipynb run, its asserts hold, and their outputs are stored."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
@@ -442,6 +477,7 @@ def test_notebook_runs(tmp_path, monkeypatch):
         if cell["cell_type"] == "code":
             source = "".join(cell["source"]).replace("--rounds 15", "--rounds 4")
             exec(compile(source, cell["id"], "exec"), names)
+            assert cell["outputs"] or not re.search(r"^ *(print|draw)\(", source, re.M)
     last = {key: accuracies[-1] for key, accuracies in names["curves"].items()}
-    assert set(last) == {(n, k) for n in ("fedavg", "scaffold", "fedsam") for k in (0, 1)}
+    assert set(last) == {(n, k) for n in ("FedAvg", "SCAFFOLD", "FedSAM") for k in (0, 1)}
     assert min(last.values()) > 30  # of five classes
