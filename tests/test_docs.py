@@ -341,6 +341,17 @@ def test_docstring_command_parses(name):
     assert args.clients in (10, 16, 20, 100, 500)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_help_is_printed(name, capsys):
+    """The docstring, as it stands, and every flag."""
+    with pytest.raises(SystemExit) as end:
+        SCRIPTS[name].main(["--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and printed.startswith(SCRIPTS[name].__doc__.strip())
+    own = re.findall(r"\"(--[\w-]+)\"", (ROOT / f"{name}.py").read_text())
+    assert set(re.findall(r"^  (--[\w-]+)", printed, re.M)) >= {"--rounds", *own}
+
+
 def method_rows():
     """Return {script: (lines, paper's address, accuracy, time, bytes)} of README's table."""
     pattern = r"^\| \[`(\w+)\.py`\]\(\1\.py\) \|.*\| (\d+) \| \[[^]]*\]\(([^)]*)\) \| "
