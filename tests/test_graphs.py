@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 import types
 
@@ -57,7 +58,7 @@ BACK = "torch.cuda.current_stream(self.device).wait_stream(self.stream)"
         ("engine", BACK, "pass", "race"),
         ("engine", 'group["lr"].fill_(self.lr)', 'group["lr"] = self.lr', "a replay"),
         ("engine", "torch._foreach_copy_(state, before)", "pass", "out of range"),
-        ("gradaug", "opt.zero_grad(set_to_none=False)", "opt.zero_grad()", "weights"),
+        ("gradaug", "opt.zero_grad(set_to_none=False)", "opt.zero_grad()", "a replay"),
     ],
 )
 def test_a_planted_fault_is_seen(monkeypatch, name, old, new, seen):
@@ -76,71 +77,6 @@ def test_a_step_that_cannot_be_captured_runs_without(monkeypatch):
         "fedavg.py",
         "no graph was replayed",
     ]
-
-
-LINE = "fedavg.py: its step cannot be a CUDA graph, so it runs without: a replay does not do"
-
-
-@pytest.mark.parametrize("changes", ["client.id", "server['round']"])
-def test_a_graph_that_keeps_what_changes_is_let_go(monkeypatch, changes):
-    """It is compared when it is new, for another client and in another round: there is one line,
-    and the weights are those of the CPU."""
-    plant(monkeypatch, "fedavg", OUT, OUT.replace("x)", f"x) * (1 + {changes})"))
-    problems = compare("fedavg --model cnn --rounds 3")
-    assert [problem[: len(LINE)] for problem in problems] == [LINE]
-
-
-def test_a_graph_that_does_nothing_is_let_go(monkeypatch):
-    monkeypatch.setattr(virtual_gpu.CUDAGraph, "replay", lambda self: None)
-    line, none = compare("fedavg --model cnn")
-    assert (line[: len(LINE)], none) == (LINE, "no graph was replayed")
-
-
-def test_what_parts_return_outlives_other_parts(monkeypatch):
-    """b's mean is read after a, whose graph is the older one and may write where b's has lain."""
-
-    def local_update(worker, client, server, args):
-        net, opt = worker.net, worker.opt
-        worker.variants = [("a",), ("b", "a"), ("b", "a"), ("a",)][: len(worker.sizes)]
-
-        def a(x, y):
-            opt.zero_grad(set_to_none=False)
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            return loss
-
-        def b(x):
-            return (x * 2).mean((1, 2, 3), keepdim=True)
-
-        def step(x, y):
-            means = [worker.segment(b, x) for _ in worker.variant[1:]]
-            loss = worker.segment(a, x, y)
-            for p in net.parameters():
-                p.grad.add_(sum(mean.mean() for mean in means))
-            worker.segment(opt.step)
-            return loss
-
-        yield step
-
-    monkeypatch.setattr(sys.modules["fedavg"], "local_update", local_update)
-    assert compare("fedavg --model cnn") == []
-
-
-def test_a_thread_may_ask_the_gpu_during_a_capture(tmp_path, capsys):
-    """As that of NCCL does under torchrun."""
-    with machine() as gpu:
-        gpu.watched = True
-        train("fedavg --model cnn", "cuda", tmp_path / "run")
-    assert gpu.replays > 0
-    assert capsys.readouterr().err == ""
-
-
-def test_gradients_of_the_proximal_term_carry_no_graph():
-    """It would keep nodes of one stream alive in the next step."""
-    net = nn.Linear(2, 2)
-    net(torch.ones(1, 2)).sum().backward()
-    common.add_proximal(net, [torch.zeros(2, 2), torch.zeros(2)], 1.0)
-    assert not any(p.grad.requires_grad for p in net.parameters())
 
 
 @pytest.fixture
@@ -165,6 +101,158 @@ def wide_net():
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         common.Classifier(32, 62),
     )
+
+
+LINE = "fedavg.py: its step cannot be a CUDA graph, so it runs without: "
+OFF = f"{LINE}a replay does not do what the step does"
+
+
+@pytest.mark.parametrize("changes", ["client.id", "server['round']"])
+def test_a_graph_that_keeps_what_changes_is_let_go(monkeypatch, changes):
+    """It is compared when it is new, for another client and in another round: there is one line,
+    and the weights are those of the CPU."""
+    plant(monkeypatch, "fedavg", OUT, OUT.replace("x)", f"x) * (1 + {changes})"))
+    assert compare("fedavg --model cnn --rounds 3") == [OFF]
+
+
+def test_a_graph_that_does_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(virtual_gpu.CUDAGraph, "replay", lambda self: None)
+    assert compare("fedavg --model cnn") == [OFF, "no graph was replayed"]
+
+
+RMSPROP = "fedavg --model cnn --optimizer rmsprop --lr 1e-4"
+
+
+@pytest.mark.parametrize("case, net", [("fedavg", True), (RMSPROP, False), ("gradaug", True)])
+@pytest.mark.parametrize("wrong", [0, 0.01])
+def test_rounding_is_no_fault(monkeypatch, workers, case, net, wrong):
+    """Replays with other kernels than the steps: let go is a graph that is 1% off alone."""
+    differ, replay, error = set(), virtual_gpu.CUDAGraph.replay, engine.replay_error
+
+    def other(graph):
+        with torch.backends.mkldnn.flags(enabled=False):
+            replay(graph)
+
+    def noted(found, wanted, before):
+        differ.update(not torch.equal(a, b) for a, b in zip(found, wanted))
+        return error(found, wanted, before)
+
+    name, out = case.split()[0], "out = net(x)\n"
+    plant(monkeypatch, name, out, f"out = net(x) * (1 + {wrong} * client.id)\n")
+    monkeypatch.setattr(virtual_gpu.CUDAGraph, "replay", other)
+    monkeypatch.setattr(engine, "replay_error", noted)
+    compare(f"{case} --precision fp32", net=wide_net() if net else None)
+    assert differ == {True, False}
+    assert workers[-1].args.capture is (wrong == 0)
+
+
+@pytest.mark.parametrize(
+    "i, found, off",
+    [(0, [3.5, 6.0], 0.25), (1, 7, 1), (2, [9e-7, 0], 0), (3, [1, 1, 1, 2], 0.5)],
+)
+def test_a_replay_is_off_by_a_share_of_the_move(i, found, off):
+    """Of the tensor that is the furthest off; rounding does not count, nor what diverges."""
+    before = [torch.tensor([3.0, 4.0]), torch.tensor(7), torch.zeros(2)]
+    wanted = [torch.tensor([3.0, 6.0]), torch.tensor(8), torch.full((2,), 1e-7), torch.ones(4)]
+    error = engine.replay_error
+    other = [*wanted[:i], torch.tensor(found), *wanted[i + 1 :]]
+    assert error(other, wanted, before) == pytest.approx(off, abs=1e-4)
+    other[i] = other[i] * float("nan")
+    assert math.isnan(error(other, wanted, before))
+    assert error(wanted, other, before) == 0
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_the_memory_may_be_full(monkeypatch, workers, capturing):
+    """For a comparison: one line, and the run goes on with its graphs. For a capture: it ends."""
+
+    def full(worker, step, size):
+        train(worker, step, size)
+        gpu = virtual_gpu.gpu
+        if size == 8 and (gpu.capture if capturing else gpu.graphs and not gpu.capture):
+            raise torch.OutOfMemoryError("full")
+
+    train = engine.Worker._step
+    monkeypatch.setattr(engine.Worker, "_step", full)
+    line = "fedavg.py: no memory to compare its CUDA graphs"
+    problems = compare("fedavg --model cnn --rounds 3 --clients 3")
+    assert problems == ["OutOfMemoryError: full" if capturing else line]
+    assert set(workers[-1].graphs) == (set() if capturing else {8})
+
+
+@pytest.mark.parametrize("changes", ["0", "client.id"])
+def test_what_is_drawn_is_drawn_once(monkeypatch, changes):
+    """Dropout has the masks of a run without graphs, and a graph with it is compared too."""
+    plant(monkeypatch, "fedavg", OUT, OUT.replace("x)", f"x) * (1 + {changes})"))
+    net = wide_net()
+    net[0].append(nn.Dropout(0.5))
+    assert compare("fedavg", net=net) == ([] if changes == "0" else [OFF])
+
+
+@pytest.mark.parametrize(
+    "written, kept",
+    [
+        ("kept.add_(0.5)", "worker.pin('kept', 0.0)"),
+        ("next(kept.parameters()).mul_(0.5).norm()", "worker.frozen('kept').train()"),
+    ],
+)
+def test_what_a_step_writes_to_is_put_back(monkeypatch, written, kept):
+    """After the warm-up and each comparison: what it has pinned, a second network in training."""
+    step = "    def step(x, y):\n"
+    lines = f"    kept = {kept}\n\n{step}        x = x * {written}\n"
+    plant(monkeypatch, "fedavg", step, lines)
+    assert compare("fedavg --model cnn") == []
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_what_parts_return(monkeypatch, number):
+    """b's mean is read after a, whose graph is the older one and may write where b's has lain.
+
+    A number, the round's, would stay that of the capture."""
+
+    def local_update(worker, client, server, args):
+        net, opt = worker.net, worker.opt
+        worker.variants = [("a",), ("b", "a"), ("a",)][: len(worker.sizes)]
+
+        def a(x, y):
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        def b(x):
+            return (x * 2).mean((1, 2, 3), keepdim=True), server["round"] if number else None
+
+        def step(x, y):
+            means = [worker.segment(b, x) for _ in worker.variant[1:]]
+            loss = worker.segment(a, x, y)
+            for p in net.parameters():
+                p.grad.add_(sum(mean.mean() * (times or 1) for mean, times in means))
+            worker.segment(opt.step)
+            opt.zero_grad(set_to_none=False)
+            return loss
+
+        yield step
+
+    monkeypatch.setattr(sys.modules["fedavg"], "local_update", local_update)
+    line = f"{LINE}b()[1]: a int where a tensor should be"
+    assert compare("fedavg --model cnn") == ([line] if number else [])
+
+
+def test_a_thread_may_ask_the_gpu_during_a_capture(tmp_path, capsys):
+    """As that of NCCL does under torchrun."""
+    with machine() as gpu:
+        gpu.watched = True
+        train("fedavg --model cnn", "cuda", tmp_path / "run")
+    assert gpu.replays > 0
+    assert capsys.readouterr().err == ""
+
+
+def test_gradients_of_the_proximal_term_carry_no_graph():
+    """It would keep nodes of one stream alive in the next step."""
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    common.add_proximal(net, [torch.zeros(2, 2), torch.zeros(2)], 1.0)
+    assert not any(p.grad.requires_grad for p in net.parameters())
 
 
 @pytest.mark.parametrize("subnets, most", [(3, 256), (3, 5)])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, args_of, flags, same
+from conftest import TINY, flags
 from hand import (
     batch,
     begin,
@@ -17,12 +17,10 @@ from hand import (
     received_of,
     state_of,
     twins,
-    two_networks,
 )
 from methods import SCRIPTS, needed
 
 import common
-import engine
 import run_folder
 import extras.glyphs
 import fedavg
@@ -154,22 +152,6 @@ def test_what_stays_at_home(name, kept):
         if v.is_floating_point():
             expected = before[k] if k in mine else before[k] + 0.5
             assert torch.allclose(v, expected, rtol=1e-12, atol=1e-12), k
-
-
-def test_a_warm_up_is_taken_back_from_a_network_in_training(capsys):
-    """Without a GPU the capture fails after its three steps; Ditto's v is then put back too."""
-    ends = []
-    for cuda in (True, False):
-        args = args_of(SCRIPTS["ditto"], *TINY)
-        worker = engine.Worker(two_networks(), extras.glyphs.glyphs(), args, 8)
-        client = common.Client(0, np.arange(40), {})
-        worker._begin(client, {"round": 1}, worker.global_net.state_dict())
-        generator = SCRIPTS["ditto"].local_update(worker, client, {}, args)
-        step, worker.cuda = next(generator), cuda
-        worker._graphed(32, worker._step, (step, 32)) if cuda else worker._step(step, 32)
-        finish(generator)
-        ends.append(client.state["personal"])
-    assert same(*ends)
 
 
 def test_a_part_of_the_model_is_counted(tmp_path):

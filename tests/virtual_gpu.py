@@ -31,7 +31,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -124,9 +123,10 @@ def synchronize(device=None):
 
 
 class Block:
-    """A piece of memory: which stream it is of, and who has used it last."""
+    """A piece of memory: how large, which stream it is of, and who has used it last."""
 
-    def __init__(self):
+    def __init__(self, size):
+        self.bytes = size
         self.gpu, self.stream = gpu, current_stream()
         self.written, self.read, self.graph = {}, {}, gpu.capture
 
@@ -181,7 +181,8 @@ class Virtual(torch.Tensor):
         )
         self.held, self.block = inner, gpu.blocks.get(key(inner))
         if self.block is None:
-            self.block = gpu.blocks[key(inner)] = Block()
+            size = inner.untyped_storage().nbytes()
+            self.block = gpu.blocks[key(inner)] = Block(size)
         return self
 
     def __deepcopy__(self, memo):
@@ -204,7 +205,7 @@ class Virtual(torch.Tensor):
         tensors = tensors_of((args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
         check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
-        inner_args, inner_kwargs = tree_map_only(Virtual, lambda t: t.held, (args, kwargs))
+        inner_args, inner_kwargs = mapped(held, args), mapped(held, kwargs)
         if gpu.capture:
             gpu.capture.before([t.held for t in ours])
             gpu.capture.constants |= {key(t) for t in tensors if not isinstance(t, Virtual)}
@@ -215,27 +216,47 @@ class Virtual(torch.Tensor):
                 gpu.capture.calls.append((func, inner_args, inner_kwargs, tensors_of(out)))
             written = [t.block for t in mutated(func, args, kwargs) if isinstance(t, Virtual)]
             use([t.block for t in ours if t.block not in written], written, operator.__name__)
-        first = tree_leaves(args)[0] if args else None
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)):
+            first = first[0]
         if operator in COPIES and torch.is_tensor(first) and not isinstance(first, Virtual):
             return args[0]  # to the CPU
-        new = tree_map_only(torch.Tensor, Virtual, out)
+        new = mapped(Virtual, out)
         fresh = [t.block for t in tensors_of(new) if not t.block.written]
         use([], fresh if computes else [], operator.__name__)
-        return return_and_correct_aliasing(func, args, kwargs, new)
+        return new if is_new(func) else return_and_correct_aliasing(func, args, kwargs, new)
 
 
-def tensors_of(tree):
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+tensors_of = common.tensors_in
+
+
+def held(tensor):
+    """Return the CPU's tensor."""
+    return tensor.held if isinstance(tensor, Virtual) else tensor
+
+
+def mapped(f, tree):
+    """Return common.tree_map(f, tree), in which tuples stay tuples."""
+    new = common.tree_map(f, tree)
+    return tuple(new) if isinstance(tree, tuple) else new
 
 
 def mutated(func, args, kwargs):
     """Return the tensors to which an operation writes."""
-    values = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tensors_of(values)
+    return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)])
+
+
+@functools.cache
+def writes(func):
+    """Return the (place, name) of the arguments to which an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+
+
+@functools.cache
+def is_new(func):
+    """Return whether what an operation returns is no view of an argument, and none itself."""
+    return not any(returned.alias_info for returned in func._schema.returns)
 
 
 def check(func, args, plain):
@@ -329,7 +350,7 @@ class Devices(TorchFunctionMode):
         on_gpu = torch.device(device).type == "cuda"
         if func in (torch.tensor, torch.as_tensor) and isinstance(first, torch.Tensor):
             return moved(first, torch.device(device))
-        args = tree_map_only(Virtual, lambda t: t.held, args)
+        args = mapped(held, args)
         out = func(*args, **kwargs | {"device": "cpu"})
         if not on_gpu:
             return out
@@ -401,7 +422,7 @@ def spoil(storages):
 @contextlib.contextmanager
 def graph(new, pool=None, stream=None, capture_error_mode="global"):
     synchronize()
-    new.memory, gpu.capture = pool or object(), new
+    new.memory, gpu.capture, drawn = pool or object(), new, torch.get_rng_state()
     try:
         with globals()["stream"](stream):
             yield
@@ -409,6 +430,7 @@ def graph(new, pool=None, stream=None, capture_error_mode="global"):
             raise RuntimeError("operation not permitted when stream is capturing: by a thread")
     finally:
         gpu.capture = None
+        torch.set_rng_state(drawn)
         new.end()
 
 
@@ -440,7 +462,9 @@ def machine(**options):
         "mem_get_info": lambda device=None: gpu.memory,
         "max_memory_reserved": lambda device=None: gpu.reserved,
         "memory_reserved": lambda device=None: gpu.reserved,
+        "memory_allocated": lambda device=None: sum(b.bytes for b in [*gpu.blocks.values()]),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     }
     nothing = "set_device reset_peak_memory_stats empty_cache manual_seed_all".split()
     stubs |= dict.fromkeys(nothing, lambda *args, **options: None)
@@ -467,7 +491,7 @@ def machine(**options):
 # --- runs on it, against the CPU's
 
 
-SMALL = "--dataset glyphs --clients 2 --rounds 2 --local-steps 4 --batch-size 8 --partition iid"
+SMALL = "--dataset glyphs --clients 2 --rounds 2 --local-steps 3 --batch-size 8 --partition iid"
 SMALL = [*SMALL.split(), *"--quiet --lr-decay 0.9 --lr 0.005".split()]
 
 
@@ -510,6 +534,8 @@ def compare(case, **own):
         enter, out = stack.enter_context, pathlib.Path(out)
         enter(mock.patch.object(extras.glyphs, "GLYPHS", (40, 12)))
         enter(mock.patch.object(common, "CORES", 1))
+        gc.freeze()  # what is there is not looked through for what the run leaves
+        stack.callback(gc.unfreeze)
         if case.startswith("text"):  # oneDNN's LSTM cannot be replayed
             enter(warnings.catch_warnings(action="ignore"))
             enter(torch.backends.mkldnn.flags(enabled=False))
@@ -534,14 +560,19 @@ def listed(text):
     return [" ".join(case.split()) for case in text.split(";")]
 
 
-SUITE = [" ".join([name, *needed(name, ["--model"]), *more.split()]) for name, more in VARIANTS]
-SUITE = [case.replace("resnet56", "resnet8") for case in SUITE]
-SUITE += listed("""fedavg --model cnn --workers 3 --clients 5;
-fedavg --model cnn --workers auto --clients 5; fedavg --no-graph; fedavg --plain; resume rfedavg;
-gradaug --workers 2 --rounds 1; fedavg --augment rotate10,crop,flip --clip 1 --momentum 0;
-fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt; fedavg --precision bf16;
-resume feddyn; given fedavg; text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0; text moon""")
-CASES = SUITE + [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
+VARIED = [" ".join([name, *needed(name, ["--model"]), *more.split()]) for name, more in VARIANTS]
+VARIED = [case.replace("resnet56", "resnet8") for case in VARIED]
+SUITE = [case for case in VARIED[: len(METHODS)] if case != "gradaug"]  # on resnet8
+short = ["gradaug", *VARIED[len(METHODS) :]]  # on cnn, which takes less time
+blocks = ("moon", "stochdepth")
+SUITE += [case if case.startswith(blocks) else f"{case} --model cnn" for case in short]
+SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; fedavg --plain; resume rfedavg;
+fedavg --model cnn --workers auto --clients 5; gradaug --model cnn --workers 2 --rounds 1;
+fedavg --augment rotate10,crop,flip --clip 1 --momentum 0; fedavg --precision bf16; given fedavg;
+fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt;
+text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0""")
+CASES = SUITE + [case for case in VARIED if case not in SUITE]
+CASES += [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
 CASES.remove("stochdepth  --model cnn")
 CASES += [f"fedavg --model {net}" for net in [*common.NETS, *common.EXTRA_NETS] if net != "lstm"]
 CASES += listed("""fedavg --local-steps 24 --clients 3; moon --workers auto --clients 5;
@@ -557,7 +588,8 @@ fedavg --epochs 9 --local-steps 27; fedavg --validation 0.2; fedavg --save-clien
 fedavg --weighting uniform --no-nesterov; moon --projection 16; resume scaffold --model cnn;
 resume fedgkd; resume rfedavg_dp --noise-clip 1; resume fedavg --persist-opt; text fedavg;
 text fedmlb; text fedcka --mu 1; text scaffold --option 1; text rfedavg; text qfedavg;
-text fedavg --precision bf16; moon --plain; gradaug --plain; rfedavg --plain""")
+text fedavg --precision bf16; text moon; moon --plain; gradaug --plain; rfedavg --plain;
+fedavg --no-graph; resume feddyn; gradaug --workers 2""")
 
 
 def main(argv=None):
