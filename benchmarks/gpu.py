@@ -5,7 +5,7 @@
                   workers, of a resumed run, of --plain and of the CPU
         nccl      a run under torchrun with one rank, against one without
         command   the README's command and its accuracy; two rounds of a typical one of FedAlign
-        memory    what 50 rounds take of the GPU and of the host
+        memory    what the GPU and the host hold after each of 50 rounds
         rounds    a round of FedAlign's Table 5 beside the paper's, of FedMLB's cell and others
         steps     ms of a step with 1 to 8 workers, with and without graphs, by precision
         kernels   the kernels that take a step's time
@@ -13,7 +13,9 @@
     python benchmarks/gpu.py kernels --compile         and each case with compiled blocks too
 
 It needs no data set and no pytest. A case is a process of its own, and a line of JSON as soon as it
-is done: one that fails says "ok": false, and the others go on. Exits with 1 if one has failed.
+is done: one that fails, or loses its graphs, says "ok": false, and the others go on. Exits with 1
+if one has failed. "off / move": how far a replay was off its step, at most, as a share of how far
+the step moved (engine.REPLAY_TOLERANCE is for it).
 docs/speed.md says which calls to make. --small runs a small case of each part, on the CPU too,
 where there are no graphs.
 """
@@ -25,6 +27,7 @@ import csv
 import functools
 import importlib
 import json
+import mmap
 import pathlib
 import subprocess
 import sys
@@ -232,21 +235,23 @@ def command(words, device):
 
 
 def memory(words, device):
-    """GiB of the GPU and of the host after a fifth of the rounds and after all."""
+    """MiB after each round: what tensors hold of the GPU, and the process of the host; the peak."""
     script, *flags = words
     flags = ["--model", "resnet8", *SMALL, "--rounds", "50", *flags, "--device", device]
-    host = []
+    held, host = [], []
 
     def on_round(row, net):
-        host.append(common.peak_memory(torch.device("cpu")) / 2**30)
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        host.append(round(pages * mmap.PAGESIZE / 2**20, 1))
+        held.append(0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**20, 1))
 
     with tempfile.TemporaryDirectory() as out:
         out, own = pathlib.Path(out, "run"), {"data": random_images(2000)}
         _, rows, _ = train(script, flags, out, on_round=on_round, **own)
     early = len(rows) // 5
-    gpu = [rows[i]["peak_memory"] / 2**30 for i in (early, -1)]
-    ok = gpu[1] <= 1.02 * gpu[0] and host[-1] <= 1.05 * host[early]
-    return {"GiB": gpu, "host GiB": [host[early], host[-1]], "ok": ok}
+    ok = held[-1] <= 1.02 * held[early] and host[-1] <= 1.05 * host[early]
+    peak = rows[-1]["peak_memory"] / 2**30
+    return {"MiB": held, "host MiB": host, "peak GiB": peak, "ok": ok}
 
 
 def ms_of(device, rounds, steps):
@@ -417,15 +422,37 @@ def run_case(name, case, args):
 
 def here(name, case, args):
     """Run a case in this process; a SystemExit is an error like others."""
-    words, compiled = case.split(), contextlib.nullcontext()
+    words, compiled, seen = case.split(), contextlib.nullcontext(), {}
     if words[:1] == ["compiled"]:
         _, *words = words
         compiled = mock.patch.object(engine.Worker, "copy", compiled_copy)
     try:
-        with compiled:
-            return PARTS[name].measure(words, args.device)
+        with compiled, watched(seen):
+            return PARTS[name].measure(words, args.device) | seen
     except SystemExit as e:
         raise RuntimeError(f"exit code {e.code}") from None
+
+
+@contextlib.contextmanager
+def watched(seen):
+    """Note in a dict how far replays are off their steps, and that a run goes on without graphs."""
+    error, prepare, shares = engine.replay_error, engine.Worker._prepare, []
+
+    def noted(*lists):
+        shares.append(error(*lists))
+        seen["off / move"] = float(np.max(shares))  # or not a number
+        return shares[-1]
+
+    def prepared(worker, *call):
+        prepare(worker, *call)
+        if not worker.args.capture:
+            seen.update(ok=False, error="it has lost its graphs")
+
+    with (
+        mock.patch.object(engine, "replay_error", noted),
+        mock.patch.object(engine.Worker, "_prepare", prepared),
+    ):
+        yield
 
 
 def compiled_copy(worker):

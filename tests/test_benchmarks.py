@@ -132,7 +132,7 @@ def test_gpu_runs_small(gpu_rows):
     ways = ("eager", "three", "auto", "plain", "cpu", "resumed", "of the move")
     assert {rows["correct"][way] for way in ways} == {rows["nccl"]["ranks"]} == {0}
     assert rows["correct"]["loss"] > 0.1
-    assert rows["memory"]["host GiB"][1] >= rows["memory"]["host GiB"][0] > 0.05
+    assert len(rows["memory"]["host MiB"]) == 5 and min(rows["memory"]["host MiB"]) > 50
     assert min(rows["steps"][k] for k in ("x1", "x2", "eager", "short")) > 0
     assert rows["steps"]["host"] <= rows["steps"]["x1"]
     assert rows["rounds"]["20 epochs"] == pytest.approx(rows["rounds"]["second"] * 5, rel=1e-3)
@@ -143,15 +143,40 @@ def test_gpu_runs_small(gpu_rows):
 
 def test_gpu_runs_on_a_virtual_gpu(monkeypatch, gpu_rows):
     """What is compared there, and a command."""
-    parts = {name: gpu.PARTS[name] for name in ("correct", "command")}
+    parts = {name: gpu.PARTS[name] for name in ("correct", "command", "memory")}
     small = "fedprox --model cnn --clients 3 --epochs 1 --batch-size 100"
     monkeypatch.setattr(gpu, "PARTS", parts | {"correct": parts["correct"]._replace(small=small)})
     with machine() as virtual:
         table = gpu_rows(*parts, "--device", "cuda", "--no-processes")
-    assert [row["ok"] for row in table] == [True] * 2, table
+    assert [row["ok"] for row in table] == [True] * 3, table
     assert table[0]["graphs"] and table[0]["of the move"] < 1e-3
+    assert all(row["off / move"] == 0 for row in table)
     assert table[1]["device"].startswith("virtual")
     assert virtual.replays > 20 and virtual.faults == []
+    assert len(set(table[2]["MiB"][1:])) == 1 and table[2]["MiB"][0] > 0
+
+
+@pytest.mark.parametrize("leak", [True, False])
+def test_gpu_sees_leaks_and_lost_graphs(monkeypatch, gpu_rows, leak):
+    """4 MB a client; a step that waits for the GPU."""
+
+    def local_update(worker, *rest):
+        def waiting(x, y):
+            loss = step(x, y)
+            float(loss.detach())
+            return loss
+
+        kept.append(torch.zeros(10**6 * leak, device=worker.device))
+        step = next(trained(worker, *rest))
+        yield step if leak else waiting
+
+    trained, kept = fedavg.local_update, []
+    monkeypatch.setattr(fedavg, "local_update", local_update)
+    with machine():
+        [row] = gpu_rows("memory", "--device", "cuda", "--no-processes", code=1)
+    assert row["ok"] is False
+    assert (row["MiB"][-1] - row["MiB"][0] > 60) is leak
+    assert row.get("error") == (None if leak else "it has lost its graphs")
 
 
 def test_gpu_tells_failures_and_goes_on(monkeypatch, gpu_rows):
