@@ -120,6 +120,11 @@ def test_a_graph_that_does_nothing_is_let_go(monkeypatch):
     assert compare("fedavg --model cnn") == [OFF, "no graph was replayed"]
 
 
+def test_a_graph_without_numbers_is_let_go(monkeypatch):
+    monkeypatch.setattr(engine, "replay_error", lambda *lists: math.nan)
+    assert compare("fedavg --model cnn") == [OFF]
+
+
 RMSPROP = "fedavg --model cnn --optimizer rmsprop --lr 1e-4"
 
 
