@@ -50,8 +50,7 @@ class Batches:
     """Batches (x, y) of training samples of a run, on its device: the same at each iteration.
 
     index: the samples' places in the training set, of which --samples are taken. With --authors ten
-    augmented batches, drawn anew at each iteration unless frozen. bar: a tqdm bar of batches.
-    """
+    augmented batches, drawn anew at each iteration unless frozen. bar: a tqdm bar of batches."""
 
     def __init__(self, run, index, args, bar, frozen=False):
         if args.samples and len(index) > args.samples:
@@ -59,30 +58,26 @@ class Batches:
             index = rng.choice(index, args.samples, replace=False)
         self.run, self.index, self.bar = run, np.sort(index), bar
         self.args, self.frozen, self.iterations = args, frozen, 0
-        self.samples = len(index)
-        if args.authors:
-            self.samples = min(self.samples, AUTHORS_BATCHES * args.batch_size)
+        most = AUTHORS_BATCHES * args.batch_size if args.authors else len(index)
+        self.samples = min(len(index), most)
 
     def __iter__(self):
-        data, args, index, augment = self.run.data, self.args, self.index, {}
+        data, args, index, augment = self.run.data, self.args, self.index, []
         rng = common.seeded_rng("authors", args.seed, self.iterations)
         if args.authors:
             self.iterations += not self.frozen
             index = rng.permutation(index)[: self.samples]
             augment = common.resolve_augment(self.run.args, data)
         parts = np.split(index, range(args.batch_size, len(index), args.batch_size))
-        size = data.image_size if augment else None
+        size = data.x.shape[-1]
         draws = [common.draw_augment(augment, rng, (len(part),), size) for part in parts]
         seeds = [draw.pop("seed") for draw in draws] if "auto" in augment else None
         for part, draw, x in zip(parts, draws, data.images(parts, seeds)):
             device = data.y.device
             draw = {k: torch.from_numpy(v).to(device) for k, v in draw.items()}
             x = common.channels_last(data.normalise(common.apply_augment(x.to(device), draw)))
-            yield x, data.y[torch.from_numpy(part).to(device)]
+            yield x, data.y[part]
             self.bar.update()
-
-
-# --- the figures of a run
 
 
 def differences(d):
@@ -102,8 +97,7 @@ def estimate(net, batches, args, reduce, tol=0):
 def measure_diagonals(run, nets, train, args, bar):
     """Return the results of the clients' diagonals, H_N and H_D among them, and the diagonals.
 
-    nets: {client: network}. train: Batches of all clients' samples, for --diagonal tensor.
-    """
+    nets: {client: network}. train: Batches of all clients' samples, for --diagonal tensor."""
     per_tensor = args.diagonal == "tensor"
     sizes = [p.numel() for p in hessian.trainable(run.net)]
 
@@ -118,30 +112,18 @@ def measure_diagonals(run, nets, train, args, bar):
         means.append(mean)
         noise.append(float(error.norm() / mean.norm()))
     d = torch.stack(means)
-    pairs = torch.ones(len(d), len(d), dtype=torch.bool)  # of the authors' code, also k = j
-    pairs = pairs if per_tensor else pairs.triu(1)
+    first = -len(d) if per_tensor else 1  # diagonal: the authors' code has all pairs, also k = j
+    pairs = torch.ones(len(d), len(d), dtype=torch.bool).triu(first)
     h_n, h_d = (float(m[pairs].mean()) if pairs.any() else None for m in differences(d.cpu()))
     clients = {"ids": list(nets), "norms": d.norm(dim=1).tolist(), "noise": noise}
     return {"clients": clients, "H_N": h_n, "H_D": h_d}, d.cpu().numpy()
-
-
-def measure_eigenvalues(net, batches, args):
-    """Return the results of the top eigenvalues, and their vectors, (k, n)."""
-    product = functools.partial(hessian.hvp, net, batches)
-    start = next(hessian.random_signs(hessian.flatten(hessian.trainable(net)), 1, args.seed))[0]
-    k = max(args.top, 2 if args.landscape else 1)
-    found = hessian.top_eigenpairs(product, start, k, TOLERANCE, args.max_iterations)
-    values, vectors, residuals, steps = found
-    pairs = zip(values.tolist(), residuals.tolist())
-    return [{"value": v, "residual": r, "iterations": steps} for v, r in pairs], vectors
 
 
 @torch.no_grad()
 def loss_surface(net, batches, d1, d2, coefficients):
     """Return the mean loss at w + a_i d1 + a_j d2, (points, points), of coefficients a, (points,).
 
-    w: the parameters of net, (n,), as d1 and d2.
-    """
+    w: the parameters of net, (n,), as d1 and d2."""
     parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
     w, sizes = hessian.flatten(parameters.values()), [p.numel() for p in parameters.values()]
 
@@ -157,46 +139,56 @@ def loss_surface(net, batches, d1, d2, coefficients):
     return np.array([[mean_loss(a, b) for b in coefficients] for a in coefficients])
 
 
-def analyse(run, args, bar):
-    """Return the result, arrays and pictures of a run, as runs.keep() takes them."""
-    start = time.perf_counter()
-    net, everyone = run.best_net() if args.authors else run.net, np.concatenate(run.parts)
-    train, fixed = (Batches(run, everyone, args, bar, frozen) for frozen in (False, True))
-    result = {
-        "script": run.script,
-        "accuracy": run.rows[-1]["best_acc" if args.authors else "test_acc"],
-        "weights": "best.pt" if args.authors else "model.pt",
-        "samples": train.samples,
-    }
-    nets = {} if args.diagonal == "none" else {k: run.client_net(k) for k in run.clients}
-    bar.set_description(f"{run.path}: eigenvalues")
-    result["eigenvalues"], vectors = measure_eigenvalues(net, fixed, args)
-    arrays, drawn = {"eigenvectors": vectors.cpu().numpy()}, {}
-    bar.set_description(f"{run.path}: trace")
-    tol = TOLERANCE if args.authors else 0
-    mean, error, probes = estimate(net, train, args, lambda d: d.sum(1), tol)
-    result["trace"] = {"value": float(mean), "standard_error": float(error), "probes": probes}
-    if nets:
-        found, arrays["diagonals"] = measure_diagonals(run, nets, train, args, bar)
-        result |= found
+def measure_pictures(run, net, batches, directions, args, bar):
+    """Return the arrays and pictures of --density and --landscape; directions: (k, n)."""
+    arrays, drawn = {}, {}
     if args.density:
         bar.set_description(f"{run.path}: density")
-        signs = hessian.random_signs(vectors[0], args.density, args.seed)
-        product = functools.partial(hessian.hvp, net, fixed)
+        signs = hessian.random_signs(directions[0], args.density, args.seed)
+        product = functools.partial(hessian.hvp, net, batches)
         nodes, weights = hessian.density(product, signs, args.max_iterations)
         arrays |= {"density_nodes": nodes, "density_weights": weights}
         drawn["density"] = pictures.density, nodes, weights, run.title
     if args.landscape:
         bar.set_description(f"{run.path}: landscape")
         at = np.linspace(-args.radius, args.radius, args.landscape)
-        losses = loss_surface(net, fixed, *vectors[:2], at)
+        losses = loss_surface(net, batches, *directions[:2], at)
         arrays |= {"landscape_coefficients": at, "landscape_loss": losses}
         drawn["landscape"] = pictures.loss_surface, at, losses, run.title
+    return arrays, drawn
+
+
+def analyse(run, args):
+    """Return the result, arrays and pictures of a run, as runs.keep() takes them."""
+    start, bar = time.perf_counter(), tqdm(unit="batch", disable=None)
+    net, everyone = run.best_net() if args.authors else run.net, np.concatenate(run.parts)
+    train, fixed = (Batches(run, everyone, args, bar, frozen) for frozen in (False, True))
+    nets = {} if args.diagonal == "none" else {k: run.client_net(k) for k in run.clients}
+    bar.set_description(f"{run.path}: eigenvalues")
+    product, w = functools.partial(hessian.hvp, net, fixed), hessian.trainable(net)
+    (probe,) = next(hessian.random_signs(hessian.flatten(w), 1, args.seed))
+    limits = max(args.top, 2 if args.landscape else 1), TOLERANCE, args.max_iterations
+    values, vectors, residuals, steps = hessian.top_eigenpairs(product, probe, *limits)
+    pairs = zip(values.tolist(), residuals.tolist())
+    bar.set_description(f"{run.path}: trace")
+    tol = TOLERANCE if args.authors else 0
+    mean, error, probes = estimate(net, train, args, lambda d: d.sum(1), tol)
+    result = {
+        "script": run.script,
+        "accuracy": run.rows[-1]["best_acc" if args.authors else "test_acc"],
+        "weights": "best.pt" if args.authors else "model.pt",
+        "samples": train.samples,
+        "eigenvalues": [{"value": v, "residual": r, "iterations": steps} for v, r in pairs],
+        "trace": {"value": float(mean), "standard_error": float(error), "probes": probes},
+    }
+    arrays = {"eigenvectors": vectors.cpu().numpy()}
+    if nets:
+        found, arrays["diagonals"] = measure_diagonals(run, nets, train, args, bar)
+        result |= found
+    more, drawn = measure_pictures(run, net, fixed, vectors, args, bar)
+    bar.close()
     result["seconds"] = round(time.perf_counter() - start, 1)
-    return result, arrays, drawn
-
-
-# --- the command
+    return result | {"settings": args.settings}, arrays | more, drawn
 
 
 def warn(path, result, top):
@@ -244,25 +236,20 @@ def parse_flags(argv):
     runs.add_run_flags(parser, "hessian")
     args = parser.parse_args(argv)
     args.diagonal = args.diagonal or ("tensor" if args.authors else "elementwise")
+    args.settings = {k: v for k, v in vars(args).items() if k not in ("runs", "device", "data_dir")}
     return args
 
 
 def main(argv=None):
     """Analyse the runs that lack results, and print a table of all."""
-    args = parse_flags(argv)
-    settings = {k: v for k, v in vars(args).items() if k not in ("runs", "device", "data_dir")}
+    args, results = parse_flags(argv), {}
     with common.one_line_errors("hessian_eval"):
-        results = {path: runs.read_result(path, args.name) for path in args.runs}
-        for path, result in results.items():
-            if result and result["settings"] == settings:
+        for path in args.runs:
+            results[path] = runs.read_result(path, args.name)
+            if (results[path] or {}).get("settings") == args.settings:
                 tqdm.write(f"{path}: already analysed with these settings, in {args.name}.json")
-                continue
-            runs.check_new(path, args.name)
-            run = runs.open_run(path, args.device, args.data_dir)
-            with tqdm(unit="batch", disable=None) as bar:
-                result, arrays, drawn = analyse(run, args, bar)
-            results[path] = {**result, "settings": settings}
-            runs.keep(run, args.name, results[path], arrays, drawn)
+            else:
+                results[path] = runs.analyse(path, args, analyse)
         for path, result in results.items():
             warn(path, result, args.top)
         print(runs.table([table_line(path, result) for path, result in results.items()]))

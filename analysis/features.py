@@ -21,15 +21,9 @@ from analysis import pictures, runs
 BATCH = 250  # samples that go through a network at once
 
 
-# --- features and projections
-
-
 @torch.no_grad()
 def features(net, data, index):
-    """Return the features of training samples, (samples, features) float32, on the CPU.
-
-    net: in eval mode. index: (samples,), their places in the training set.
-    """
+    """Return the features of the training samples at index, (samples, features), on the CPU."""
     batches = []
     for x in data.images(torch.from_numpy(index).split(BATCH)):
         x = common.channels_last(data.normalise(x.to(data.y.device)))
@@ -38,10 +32,7 @@ def features(net, data, index):
 
 
 def principal_components(z):
-    """Return the two leading principal components of z, (samples, d).
-
-    (coordinates, (samples, 2); their shares of the variance, (2,)).
-    """
+    """Return the two principal components of z, (samples, 2), and their shares of its variance."""
     z = z.double() - z.double().mean(0)
     u, s, _ = torch.linalg.svd(z, full_matrices=False)
     shares = s.square() / s.square().sum().clamp(min=1e-300)
@@ -62,8 +53,7 @@ def tsne_coordinates(z, seed):
 def select_samples(run, client, args):
     """Return at most args.samples of args.classes for a client's model: their places, and labels.
 
-    Raises UserError where there are fewer than two.
-    """
+    Raises UserError where there are fewer than two."""
     labels = run.data.y.cpu().numpy()
     index = np.concatenate(run.parts) if args.of == "all" else run.parts[client]
     index = np.sort(index[np.isin(labels[index], args.classes)])
@@ -71,22 +61,31 @@ def select_samples(run, client, args):
         why = f"client {client} has {len(index)} samples of them; try --of all"
         raise common.UserError(f"argument --classes: {why}")
     rng = common.seeded_rng("features", args.seed)
-    places = rng.choice(len(index), min(args.samples, len(index)), replace=False)
-    index = index[np.sort(places)]
+    index = np.sort(rng.choice(index, min(args.samples, len(index)), replace=False))
     return index, labels[index]
-
-
-# --- the command
 
 
 def analyse(run, args):
     """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
+    check_names(args, run)
     nets = [run.client_net(k) for k in args.clients]
     index, labels = zip(*(select_samples(run, k, args) for k in args.clients))
     bar = tqdm(nets, "features", disable=None)
     z = [features(net, run.data, selected) for net, selected in zip(bar, index)]
-    together = torch.cat(z)
+    arrays = {}
+    for k, own, label, selected in zip(args.clients, z, labels, index):
+        arrays |= {f"client_{k}": own.numpy(), f"label_{k}": label, f"index_{k}": selected}
+    together, ends = torch.cat(z), np.cumsum(list(map(len, z)))[:-1]
     xy, shares = principal_components(together)
+    planes = {"pca": (xy, [f"PC {i} ({v:.0%} of variance)" for i, v in enumerate(shares, 1)])}
+    xy = None if args.no_tsne else tsne_coordinates(together, args.seed)
+    if xy is not None:
+        planes["tsne"] = xy, ["t-SNE 1", "t-SNE 2"]
+    names = run.data.names or [f"class {label}" for label in range(run.data.classes)]
+    drawn = {
+        key: (pictures.scatter, args.clients, labels, np.split(xy, ends), axes, names, run.title)
+        for key, (xy, axes) in planes.items()
+    }
     result = {
         "script": run.script,
         **{name: getattr(args, name) for name in ("clients", "classes", "of", "seed")},
@@ -94,21 +93,17 @@ def analyse(run, args):
         "features": together.shape[1],
         "pca_variance": shares.tolist(),
     }
-    arrays = {}
-    for k, own, label, selected in zip(args.clients, z, labels, index):
-        arrays |= {f"client_{k}": own.numpy(), f"label_{k}": label, f"index_{k}": selected}
-    axes = [f"PC {i + 1} ({100 * share:.0f}% of variance)" for i, share in enumerate(shares)]
-    planes = {"pca": (xy, axes)}
-    xy = None if args.no_tsne else tsne_coordinates(together, args.seed)
-    if xy is not None:
-        planes["tsne"] = xy, ["t-SNE 1", "t-SNE 2"]
-    ends = np.cumsum(result["samples"])[:-1]
-    names = run.data.names or [f"class {label}" for label in range(run.data.classes)]
-    drawn = {
-        key: (pictures.scatter, args.clients, labels, np.split(xy, ends), axes, names, run.title)
-        for key, (xy, axes) in planes.items()
-    }
     return result, arrays, drawn
+
+
+def check_names(args, run):
+    """Raise UserError for a class that the run's data set lacks, and for names that stand twice."""
+    for flag, values in (("clients", args.clients), ("classes", args.classes)):
+        if len(set(values)) < len(values):
+            raise common.UserError(f"argument --{flag}: names one twice")
+    if max(args.classes) >= run.data.classes:
+        why = f"{max(args.classes)} is no class of {run.args.dataset}'s {run.data.classes}, from 0"
+        raise common.UserError(f"argument --classes: {why}")
 
 
 def make_parser():
@@ -123,33 +118,18 @@ def make_parser():
     add("--of", default="all", choices=["all", "own"], help=whose)
     add("--samples", type=common.number(int, 2), default=500, help="at most so many for each model")
     add("--no-tsne", action="store_true", help="no t-SNE, which needs scikit-learn")
-    add("--seed", type=common.number(int, 0), default=0, help="of the samples, and of t-SNE")
+    add("--seed", type=common.SEED, default=0, help="of the samples, and of t-SNE")
     runs.add_run_flags(parser, "features")
     return parser
-
-
-def check_names(args, run):
-    """Raise UserError for a class that the run's data set lacks, and for names that stand twice."""
-    for flag, values in (("clients", args.clients), ("classes", args.classes)):
-        if len(set(values)) < len(values):
-            raise common.UserError(f"argument --{flag}: names one twice")
-    if max(args.classes) >= run.data.classes:
-        why = f"{max(args.classes)} is no class of {run.args.dataset}'s {run.data.classes}, from 0"
-        raise common.UserError(f"argument --classes: {why}")
 
 
 def main(argv=None):
     """Write the features of a run's client models to its folder."""
     args = make_parser().parse_args(argv)
-    advice = "use fewer --samples or --device cpu"
-    with common.one_line_errors("analysis/features", advice=advice):
-        runs.check_new(args.run, args.name)
-        run = runs.open_run(args.run, args.device, args.data_dir)
-        check_names(args, run)
-        result, arrays, drawn = analyse(run, args)
-        runs.keep(run, args.name, result, arrays, drawn)
-        for client, samples in zip(args.clients, result["samples"]):
-            print(f"client {client}: {samples} samples of {result['features']} features")
+    with common.one_line_errors("analysis/features", "use fewer --samples or --device cpu"):
+        result = runs.analyse(args.run, args, analyse)
+    for client, samples in zip(args.clients, result["samples"]):
+        print(f"client {client}: {samples} samples of {result['features']} features")
 
 
 if __name__ == "__main__":

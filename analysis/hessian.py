@@ -47,8 +47,7 @@ def hvp(net, batches, v, loss=F.cross_entropy):
     """Return H v, by the gradient of <gradient, v>; of v's shape, (n,), or (k, n) for k products.
 
     H is the Hessian of the mean of loss(net(x), y) over all samples of batches, an iterable of
-    (x, y) that is read once; k products share each batch's gradient. loss: a mean over a batch.
-    """
+    (x, y) that is read once; k products share each batch's gradient. loss: a mean over a batch."""
     grad = functools.partial(torch.autograd.grad, inputs=trainable(net), materialize_grads=True)
     rows = v.reshape(-1, v.shape[-1])
     total, samples = torch.zeros_like(rows), 0
@@ -65,8 +64,7 @@ def hvp(net, batches, v, loss=F.cross_entropy):
 def random_signs(w, count, seed=0, at_once=1):
     """Yield count vectors like w, (n,), of random signs, in chunks of (at most at_once, n).
 
-    The i-th vector depends on seed and i alone.
-    """
+    The i-th vector depends on seed and i alone."""
     for start in range(0, count, at_once):
         chunk = range(start, min(count, start + at_once))
         rngs = [np.random.default_rng([*b"probe", seed, i]) for i in chunk]
@@ -78,8 +76,7 @@ def hutchinson(product, probes, reduce=lambda d: d, tol=0.0):
     """Estimate E[reduce(v * H v)] over random signs v: (mean, standard error, how many probes).
 
     probes: chunks of random signs, (k, n). reduce: float64 (k, n) -> (k, ...); if not given the
-    diagonal is estimated. tol: end when the running mean moves by less than this share.
-    """
+    diagonal is estimated. tol: end when the running mean moves by less than this share."""
     mean, squares, used = 0.0, 0.0, 0
     for v in probes:
         for value in reduce((v * product(v)).double()):
@@ -98,8 +95,7 @@ def lanczos(product, v, steps, enough=lambda values, residuals: False):
     product: the map, (n,) -> (n,). v: where it starts. It ends after so many steps, or when
     enough(values, residuals), or when the products of v span no more. Of m steps it returns the
     values, ascending; their residuals, which bound ||H u - value u||; the vectors, columns of
-    (m, m), in a basis; and the basis, m orthonormal vectors, (n,).
-    """
+    (m, m), in a basis; and the basis, m orthonormal vectors, (n,)."""
     basis, alphas, betas = [v / v.norm()], [], []
     while True:
         w = product(basis[-1])
@@ -120,8 +116,7 @@ def top_eigenpairs(product, v, k=1, tol=1e-3, steps=100):
     """Return the k largest eigenvalues, descending, vectors, (k, n), residuals, and the steps.
 
     By Lanczos from v, (n,), until each residual is at most tol times its value. It keeps a vector a
-    step, and finds fewer than k eigenvalues where it ends before.
-    """
+    step, and finds fewer than k eigenvalues where it ends before."""
 
     def enough(values, residuals):
         return len(values) >= k and (residuals[-k:] <= tol * np.abs(values[-k:])).all()
@@ -137,8 +132,7 @@ def density(product, probes, steps):
     """Return the eigenvalue density by stochastic Lanczos quadrature: (nodes, weights).
 
     probes: chunks of one vector, (1, n). Both are (probes, at most steps), the weights of a row
-    summing to one: the sum of w theta^p over a row is v' H^p v / v' v for its probe v, p < 2 steps.
-    """
+    summing to one: the sum of w theta^p over it is v' H^p v / v' v for its probe v, p < 2 steps."""
     nodes, weights = [], []
     for v in probes:
         values, _, vectors, _ = lanczos(product, v[0], steps)

@@ -14,20 +14,13 @@ from extras import partitions
 
 
 def main(argv=None):
+    """Print how --partition deals the training samples, and draw it to --plot."""
     parser = common.flags(__doc__, __file__)
     picture = "write a picture of the label distribution; needs matplotlib"
-    parser.add_argument("--plot", metavar="FILE", help=picture)
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help=picture)
     args = parser.parse_args(argv)
-    try:
-        describe(args)
-    except (common.UserError, OSError) as e:
-        parser.error(" ".join(str(e).split()))
-
-
-def describe(args):
-    """Print how args.partition deals the training samples, and draw it to args.plot if named."""
     if args.plot:
-        pictures.check_picture("--plot", pathlib.Path(args.plot))
+        pictures.check_picture("--plot", args.plot)
     data = common.load_data(args)
     parts = common.partition(data, args)
     tests = partitions.client_test_indices(data, parts, args) if args.client_test else None
@@ -40,8 +33,7 @@ def describe(args):
 
 def print_summary(args, data, counts):
     """Print what the data set and the partition are. counts: (clients, classes) samples."""
-    sizes = counts.sum(1)
-    classes = (counts > 0).sum(1)  # of each client
+    sizes, classes = counts.sum(1), (counts > 0).sum(1)  # of each client
     shape = "x".join(map(str, data.x.shape[1:]))
     if data.words is not None:
         shape = f"up to {data.x.shape[1]} words"
@@ -64,10 +56,10 @@ def print_clients(counts, tests):
     for k, row in enumerate(counts):
         size = row.sum()
         line = f"{k:6} {size:8,} {(row > 0).sum():8} {row.max() / size:8.0%}"
-        if tests:
-            line += f" {len(tests[k]):8,}"
+        line += f" {len(tests[k]):8,}" if tests else ""
         print(f"{line}  {'#' * max(1, round(50 * size / longest))}")
 
 
 if __name__ == "__main__":
-    main()
+    with common.one_line_errors("analysis/partition"):
+        main()

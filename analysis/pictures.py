@@ -54,22 +54,16 @@ def write(path, draw, *content):
     """Write the figure that draw(pyplot, *content) returns to path, whose ending is its kind."""
     plt = pyplot()
     with plt.rc_context(STYLE):
-        figure = draw(plt, *content)
-        buffer = io.BytesIO()
-        kind = pathlib.Path(path).suffix[1:]
-        figure.savefig(buffer, format=kind, dpi=200, bbox_inches="tight")
+        figure, buffer = draw(plt, *content), io.BytesIO()
+        figure.savefig(buffer, format=pathlib.Path(path).suffix[1:], dpi=200, bbox_inches="tight")
         plt.close(figure)
     run_folder.write_atomically(pathlib.Path(path), buffer.getvalue())
-
-
-# --- hessian_eval.py
 
 
 def loss_surface(plt, coefficients, losses, title):
     """Return a figure of losses, (points, points), as a surface and as contours.
 
-    Both have one logarithmic colour scale; losses that are not finite are drawn as the largest.
-    """
+    Both have one logarithmic colour scale; losses that are not finite are drawn as the largest."""
     finite = losses[np.isfinite(losses)]
     surface = np.maximum(np.where(np.isfinite(losses), losses, max(finite, default=1.0)), 1e-6)
     levels = np.geomspace(surface.min(), max(surface.max(), surface.min() * 1.01), 13)
@@ -109,9 +103,6 @@ def density(plt, nodes, weights, title):
     return figure
 
 
-# --- analysis.similarity
-
-
 def layers(plt, names, values, title):
     """Return a figure of the mean of values, (clients, layers), with a thin line a client."""
     figure, axes = plt.subplots(figsize=(max(4, 0.28 * len(names) + 1.5), 3))
@@ -126,14 +117,10 @@ def layers(plt, names, values, title):
     return figure
 
 
-# --- analysis.features
-
-
 def scatter(plt, clients, labels, xy, axis_names, names, title):
     """Return a figure of points, a panel a client; colours and markers are classes.
 
-    labels, xy: of each of clients, (samples,) and (samples, 2). names: of all classes.
-    """
+    labels, xy: of each of clients, (samples,) and (samples, 2). names: of all classes."""
     size = 2.6 * len(clients) + 0.8, 2.8
     figure, (row,) = plt.subplots(
         1, len(clients), figsize=size, sharex=True, sharey=True, squeeze=False
@@ -148,9 +135,6 @@ def scatter(plt, clients, labels, xy, axis_names, names, title):
     row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
     figure.suptitle(title, y=1.04)
     return figure
-
-
-# --- analysis.partition
 
 
 def label_counts(plt, counts, names=None):

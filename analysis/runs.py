@@ -24,9 +24,6 @@ from analysis import pictures
 ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 
 
-# --- flags of an analysis
-
-
 def file_name(text):
     """Return text if it can name the files of an analysis; an argparse type."""
     if not text or "/" in text or "\\" in text:
@@ -42,9 +39,6 @@ def add_run_flags(parser, name):
     add("--name", type=file_name, default=name, help="of the files written to the run folder")
 
 
-# --- calling a method's script
-
-
 class MethodCall(NamedTuple):
     """What a script hands to common.run(): its parsed flags and its callbacks."""
 
@@ -55,8 +49,7 @@ class MethodCall(NamedTuple):
 def method_call(script, argv=()):
     """Return the MethodCall of `python SCRIPT.py argv`, without training.
 
-    Raises UserError if script (a name without .py) is no method's, or does not take the flags.
-    """
+    Raises UserError if script (a name without .py) is no method's, or does not take the flags."""
     if not script.isidentifier() or not (ROOT / f"{script}.py").is_file():
         raise common.UserError(f"{script}.py: no such script beside common.py")
     module = importlib.import_module(script)
@@ -73,26 +66,19 @@ def method_call(script, argv=()):
         raise common.UserError(f"{script}.py: {error}") from None
 
 
-# --- finished runs
-
-
 @dataclasses.dataclass
 class FinishedRun:
-    """A finished run, opened for analysis.
-
-    parts: the training indices of each client. net: the global network, in eval mode. rows: those
-    of metrics.jsonl. best: the weights of the best round. models: the clients' of the last round.
-    """
+    """A finished run, opened for analysis."""
 
     path: pathlib.Path
     script: str
     args: argparse.Namespace
     data: common.Data
-    parts: list
-    net: nn.Module
-    rows: list
-    best: dict
-    models: run_folder.States
+    parts: list  # the training indices of each client
+    net: nn.Module  # the global network, in eval mode
+    rows: list  # of metrics.jsonl
+    best: dict  # the weights of the best round
+    models: run_folder.States  # the clients' of the last round
 
     @property
     def clients(self):
@@ -105,14 +91,10 @@ class FinishedRun:
         return f"{self.script}, {self.args.dataset}, {self.args.model}"
 
     def client_net(self, client):
-        """Return the network of a client (its id) at the end of the last round.
-
-        Raises UserError if the run has not kept it.
-        """
+        """Return the network of a client (its id) after the last round; UserError if not kept."""
         if client not in self.clients:
-            there = ", ".join(map(str, self.clients))
-            why = f"client {client} was not in the last round, which had {there}"
-            raise common.UserError(f"{self.path}: {why}")
+            why = f"client {client} was not in the last round, which had "
+            raise common.UserError(f"{self.path}: {why}{', '.join(map(str, self.clients))}")
         if client not in self.models.versions:
             why = "missing; runs with --save-clients keep the client models of the last round"
             raise common.UserError(f"{self.models.folder}: {why}")
@@ -134,10 +116,9 @@ class FinishedRun:
 def open_run(path, device="auto", data_dir=None):
     """Return the FinishedRun in the folder path.
 
-    Its data, partition and network are made anew from its recorded flags, in fp32. device and
-    data_dir replace the run's own, the latter unless None. Raises UserError for a folder that is
-    no finished run, or holds files that are not its own, and for data that are not the run's.
-    """
+    Its data, partition and network are made anew from its recorded flags, in fp32; device and
+    data_dir, unless None, replace the run's. UserError for a folder that is no finished run, or
+    holds files that are not its own, and for data that are not the run's."""
     path = pathlib.Path(path)
     config = run_folder.read_config(path)
     flags, rows = config["flags"], run_folder.read_rows(path, config)
@@ -163,9 +144,6 @@ def open_run(path, device="auto", data_dir=None):
     return run
 
 
-# --- results
-
-
 def read_result(path, name):
     """Return NAME.json of the run folder path; None unless it is there, of the run's last round."""
     try:
@@ -176,11 +154,17 @@ def read_result(path, name):
         return None
 
 
-def check_new(path, name):
-    """Raise UserError if the run folder path has a result of that name, of the run's last round."""
-    if read_result(path, name):
-        file = pathlib.Path(path) / f"{name}.json"
+def analyse(path, args, measure):
+    """Keep measure(run, args), which is as keep() takes it, of the run in path; return its result.
+
+    args: those of add_run_flags() and more. UserError if the run has a result of that name."""
+    if read_result(path, args.name):
+        file = pathlib.Path(path) / f"{args.name}.json"
         raise common.UserError(f"{file}: exists already; give this analysis another --name")
+    run = open_run(path, args.device, args.data_dir)
+    result, arrays, drawn = measure(run, args)
+    keep(run, args.name, result, arrays, drawn)
+    return result
 
 
 def keep(run, name, result, arrays=None, drawn=None):
@@ -188,8 +172,7 @@ def keep(run, name, result, arrays=None, drawn=None):
 
     result: a dict, for NAME.json. arrays: {key: array}, for NAME.npz. drawn: {key: (draw, ...)} for
     NAME-KEY.pdf, by pictures.write(). NAME.json comes last and says of which round all of it is;
-    until it is there the analysis may be repeated. A picture that fails is a line and no more.
-    """
+    until it is there the analysis may be repeated. A picture that fails is a line and no more."""
     if arrays:
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)

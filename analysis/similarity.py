@@ -26,29 +26,20 @@ BATCH = 500  # test samples whose Gram matrices are in memory at once
 LEAST_SAMPLES = 4  # of which the unbiased HSIC has an estimate
 
 
-# --- similarity
-
-
-def hsic(gram_a, gram_b):
+def hsic(a, b):
     """Return the unbiased HSIC of two Gram matrices, (n, n) each, n > 3 (Song et al., JMLR 2012).
 
-    Diagonals play no part.
-    """
-    n = len(gram_a)
-    a = gram_a - torch.diag(gram_a.diagonal())
-    b = gram_b - torch.diag(gram_b.diagonal())
-    return (
-        (a * b).sum()
-        + a.sum() * b.sum() / ((n - 1) * (n - 2))
-        - 2 / (n - 2) * (a.sum(0) @ b.sum(0))
-    ) / (n * (n - 3))
+    Diagonals play no part."""
+    n = len(a)
+    a, b = (gram - torch.diag(gram.diagonal()) for gram in (a, b))
+    total = (a * b).sum() + a.sum() * b.sum() / ((n - 1) * (n - 2))
+    return (total - 2 / (n - 2) * (a.sum(0) @ b.sum(0))) / (n * (n - 3))
 
 
 def gram(h):
     """Return h h' in float64, (n, n), of activations h, (n, ...), less their mean over n.
 
-    No estimate depends on the mean; without it fewer digits cancel.
-    """
+    No estimate depends on the mean; without it fewer digits cancel."""
     h = h.flatten(1)
     h = h - h.mean(0)
     return (h @ h.T).double()
@@ -65,14 +56,11 @@ def layer_grams(net, x):
 def batch_hsics(net, others, x):
     """Return HSIC(K, L), HSIC(K, K), HSIC(L, L) on inputs x, (others, layers, 3).
 
-    K is of net's layers, L of the same layers of each of others.
-    """
-    # the only Gram matrices that stay in memory
-    references = [(k, hsic(k, k)) for k in layer_grams(net, x)]
-    rows = []
+    K is of net's layers, L of the same layers of each of others."""
+    own, rows = list(layer_grams(net, x)), []  # the only Gram matrices that stay in memory
     for other in others:
-        pairs = zip(references, layer_grams(other, x))
-        rows += [torch.stack([hsic(k, m), kk, hsic(m, m)]) for (k, kk), m in pairs]
+        for k, m in zip(own, layer_grams(other, x)):
+            rows.append(torch.stack([hsic(k, m), hsic(k, k), hsic(m, m)]))
     return torch.stack(rows).unflatten(0, (len(others), -1))
 
 
@@ -80,14 +68,10 @@ def batch_hsics(net, others, x):
 def layer_similarities(net, others, batches):
     """Return the linear CKA of each layer of net with the same layer of others, (others, layers).
 
-    batches: an iterable of inputs; those of fewer than four samples, of no estimate, are left out.
-    Each batch weighs as many as its samples.
-    """
-    total = 0
-    for x in batches:
-        if len(x) >= LEAST_SAMPLES:
-            total = total + len(x) * batch_hsics(net, others, x)
-    cross, a, b = total.unbind(2)  # (others, layers) each
+    batches: an iterable of inputs, each of which weighs as many as its samples; those of fewer than
+    four, of no estimate, are left out."""
+    batches = (x for x in batches if len(x) >= LEAST_SAMPLES)
+    cross, a, b = sum(len(x) * batch_hsics(net, others, x) for x in batches).unbind(2)
     return (cross / (a * b).clamp(min=1e-300).sqrt()).cpu().numpy()
 
 
@@ -95,31 +79,22 @@ def layer_names(net):
     """Return a name for each of fedcka.layers(net): stem, stage1.1, stage1.2, ..., classifier."""
     names = []
     for name, block in net.named_children():
-        inner = fedcka.layers(torch.nn.Sequential(block))
-        if len(inner) == 1 and inner[0] is block:
-            names.append(name)
-        else:
-            names += [f"{name}.{i + 1}" for i in range(len(inner))]
+        inner = fedcka.layers([block])
+        parts = [f"{name}.{i + 1}" for i in range(len(inner))]
+        names += [name] if inner == [block] else parts
     return names
 
 
-# --- the command
-
-
-def batches_of_test_set(data):
-    """Yield the inputs of the test set in batches, with a progress bar."""
-    for x in tqdm(data.x_test.split(BATCH), "test set", disable=None):
-        yield common.channels_last(data.normalise(x))
-
-
-def analyse(run):
-    """Return the result of a FinishedRun; UserError if its test set is too small for CKA."""
+def analyse(run, args):
+    """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
     samples = len(run.data.x_test)
     if samples < LEAST_SAMPLES:
         raise common.UserError(f"{run.path}: CKA needs {LEAST_SAMPLES} test samples, not {samples}")
     nets = [run.client_net(k) for k in run.clients]
-    values = layer_similarities(run.net, nets, batches_of_test_set(run.data))
-    return {
+    parts = tqdm(run.data.x_test.split(BATCH), "test set", disable=None)
+    batches = (common.channels_last(run.data.normalise(x)) for x in parts)
+    values = layer_similarities(run.net, nets, batches)
+    result = {
         "script": run.script,
         "layers": layer_names(run.net),
         "clients": run.clients,
@@ -127,14 +102,7 @@ def analyse(run):
         "mean": values.mean(0).tolist(),
         "test_samples": samples,
     }
-
-
-def show(result):
-    """Print a line for each layer."""
-    width = max(map(len, result["layers"]))
-    for name, column in zip(result["layers"], np.transpose(result["linear_cka"])):
-        mean, low, high = column.mean(), column.min(), column.max()
-        print(f"{name:{width}}  {mean:.4f}  (clients {low:.4f} to {high:.4f})")
+    return result, {}, {"layers": (pictures.layers, result["layers"], values, run.title)}
 
 
 def main(argv=None):
@@ -145,13 +113,11 @@ def main(argv=None):
     runs.add_run_flags(parser, "similarity")
     args = parser.parse_args(argv)
     with common.one_line_errors("analysis/similarity", advice="use --device cpu"):
-        runs.check_new(args.run, args.name)
-        run = runs.open_run(args.run, args.device, args.data_dir)
-        result = analyse(run)
-        values = np.array(result["linear_cka"])
-        drawn = {"layers": (pictures.layers, result["layers"], values, run.title)}
-        runs.keep(run, args.name, result, drawn=drawn)
-        show(result)
+        result = runs.analyse(args.run, args, analyse)
+    width = max(map(len, result["layers"]))
+    for name, column in zip(result["layers"], np.transpose(result["linear_cka"])):
+        mean, low, high = column.mean(), column.min(), column.max()
+        print(f"{name:{width}}  {mean:.4f}  (clients {low:.4f} to {high:.4f})")
 
 
 if __name__ == "__main__":
