@@ -53,8 +53,7 @@ def split(command):
 def measure(ranks, script, flags, threads=None):
     """Return the figures of one run, {column: number}, and its config.json; None when it fails.
 
-    Seconds are medians over the rounds but the first. threads: of each worker; None: as ever.
-    """
+    Seconds are medians over the rounds but the first. threads: of each worker; None: as ever."""
     with tempfile.TemporaryDirectory() as folder:
         run = pathlib.Path(folder, "run")
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -89,12 +88,6 @@ def table_row(command, runs, first):
     return {"command": command, "workers": runs[0][1]["workers"], **medians}
 
 
-def print_row(row):
-    """Print a row of the table."""
-    cells = [form.format(row[name] / unit) for name, (form, unit) in COLUMNS.items() if name in row]
-    print(f"{row['command']:34}", *cells, flush=True)
-
-
 def main(argv=None):
     """Measure the commands in turns and print the table; return the exit code."""
     parser = common.PlainParser(__doc__, prog="commands.py")
@@ -102,10 +95,7 @@ def main(argv=None):
     parser.add_argument("--rounds", type=common.number(int, 2), default=3, help="of a run")
     parser.add_argument("--repeats", type=common.COUNT, default=3, help="runs of each command")
     args, flags = parser.parse_known_args(argv)
-    try:
-        lines = [split(command) for command in args.commands]
-    except common.UserError as e:
-        parser.error(str(e))
+    lines = [split(command) for command in args.commands]
     threads = 1 if any(ranks > 1 for ranks, *_ in lines) else None
     flags = [*DEFAULTS, "--rounds", str(args.rounds), *flags]
     runs = [[] for _ in lines]
@@ -116,12 +106,12 @@ def main(argv=None):
         for found, run in zip(runs, turn):
             found.append(run)
     table = [table_row(c, found, runs[0]) for c, found in zip(args.commands, runs)]
-    heads = [
-        f"{name:>{len(form.format(0))}}" for name, (form, _) in COLUMNS.items() if name in table[0]
-    ]
-    print(f"{'command':34}", *heads)
+    columns = {name: column for name, column in COLUMNS.items() if name in table[0]}
+    titles = [f"{name:>{len(form.format(0))}}" for name, (form, _) in columns.items()]
+    print(f"{'command':34}", *titles)
     for row in table:
-        print_row(row)
+        cells = [form.format(row[name] / unit) for name, (form, unit) in columns.items()]
+        print(f"{row['command']:34}", *cells)
     config = runs[0][-1][1]
     about = {"machine": config["device"], "torch": config["versions"]["torch"]}
     print(json.dumps({**about, "commit": config["commit"], "flags": flags, "table": table}))
@@ -129,8 +119,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
+    with common.one_line_errors("commands"):
         sys.exit(main())
-    except KeyboardInterrupt:
-        print("commands.py: error: interrupted", file=sys.stderr)
-        sys.exit(130)

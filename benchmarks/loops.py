@@ -9,7 +9,7 @@ cores or the GPU on one step, and nothing federated. conventional: the usual way
 averaging, a PIL image and a chain of torchvision transforms per sample, a DataLoader a client, a
 deep copy of the model and a new optimizer a client, all clients one after the other, and an average
 of their state_dicts, key by key; of the numbers of loading processes in --loaders the fastest
-counts. Both train a round, after a warm-up, on random images of CIFAR-10's shape, in turns with
+counts. Both train a round, after a warm-up, on random images of the data set's shape, in turns with
 fedavg.py, whose flags are taken. Prints a line a repeat, then medians and the ratio, then the same
 as JSON.
 """
@@ -32,28 +32,16 @@ import common  # noqa: E402
 import engine  # noqa: E402
 import fedavg  # noqa: E402
 import run_folder  # noqa: E402
+from analysis.synthetic import images  # noqa: E402
 
-TEST_IMAGES = 100
 # flags of fedavg.py that the conventional loop does not implement
 NOT_CONVENTIONAL = "precision clip optimizer local_steps drop_last weighting server persist_opt"
-
-
-def random_images(args):
-    """Return random images of CIFAR-10's shape, --samples of them to train on."""
-    images = args.samples + TEST_IMAGES
-    shape = (images, 3, args.image_size or 32, args.image_size or 32)
-    generator = torch.Generator().manual_seed(args.seed)
-    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    y = torch.randint(0, 10, (images,), generator=generator)
-    train = args.samples
-    return common.Data(x[:train], y[:train], x[train:], y[train:], 10)
 
 
 def federated(args, data):
     """Return (samples/s, samples of a round) of the second of two rounds of fedavg.py.
 
-    The time is that of training and aggregation.
-    """
+    The time is that of training and aggregation."""
     args = copy.copy(args)
     given = mock.patch.object(common, "load_data", lambda _: data)
     with tempfile.TemporaryDirectory() as out, given:
@@ -93,24 +81,16 @@ def rate(samples, start, device):
     return samples / (time.perf_counter() - start)
 
 
-# --- the bare loop
-
-
 def bare(args, data, samples):
     """Return the samples/s of a plain loop over that many samples."""
     net = new_net(args, data).train()
     opt = plain_sgd(net, args)
-    x = data.normalise(data.x).to(args.device)
-    y = data.y.to(args.device)
-    start = time.perf_counter()
-    epochs = -(-samples // len(y))
+    x, y = data.normalise(data.x).to(args.device), data.y.to(args.device)
+    start, epochs = time.perf_counter(), -(-samples // len(y))
     order = torch.cat([torch.randperm(len(y), device=args.device) for _ in range(epochs)])
     for i in order[:samples].split(args.batch_size):
         step(net, opt, x[i], y[i])
     return rate(samples, start, args.device)
-
-
-# --- the conventional loop
 
 
 class Images(Dataset):
@@ -137,18 +117,17 @@ class Images(Dataset):
         return self.transform(Image.fromarray(self.x[i])), self.y[i]
 
 
-def conventional_round(net, images, parts, args, loaders):
+def conventional_round(net, dataset, parts, args, loaders):
     """Train and average one round of the usual loop from the global network net, in place.
 
     parts: the training indices of each client. loaders: processes of a DataLoader. Returns the
-    number of training samples.
-    """
+    number of training samples."""
     local, samples = [], 0
     for part in parts:
         model = copy.deepcopy(net).train()
         opt = plain_sgd(model, args)
         options = {"num_workers": loaders, "pin_memory": args.device != "cpu"}
-        own = Subset(images, part.tolist())
+        own = Subset(dataset, part.tolist())
         loader = DataLoader(own, args.batch_size, shuffle=True, **options)
         for _ in range(args.epochs):
             for x, y in loader:
@@ -164,19 +143,15 @@ def conventional_round(net, images, parts, args, loaders):
 def conventional(args, data, loaders):
     """Return the samples/s of a round with that many loading processes, after a warm-up.
 
-    Precision and cuDNN are as torch sets them.
-    """
+    Precision and cuDNN are as torch sets them."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = False
-    net, images = new_net(args, data), Images(data, args.augment != "none")
+    net, dataset = new_net(args, data), Images(data, args.augment != "none")
     parts = common.partition(data, args)[: common.clients_per_round(args)]
-    conventional_round(net, images, parts[:1], args, loaders)
+    conventional_round(net, dataset, parts[:1], args, loaders)
     start = time.perf_counter()
-    return rate(conventional_round(net, images, parts, args, loaders), start, args.device)
-
-
-# --- the command
+    return rate(conventional_round(net, dataset, parts, args, loaders), start, args.device)
 
 
 def parse_flags(argv):
@@ -184,7 +159,7 @@ def parse_flags(argv):
     parser = common.flags(__doc__, __file__)
     add, cores = parser.add_argument, min(common.CORES, 8)
     add("loop", choices=["bare", "conventional"], help="what fedavg.py is compared with")
-    add("--samples", type=common.number(int, TEST_IMAGES), default=20_000, help="images in all")
+    add("--samples", type=common.number(int, 100), default=20_000, help="images in all")
     add("--repeats", type=common.COUNT, default=3, help="times that each loop is measured")
     add("--loaders", type=common.integers(0), default=[0, cores], help="of the conventional loop")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1)
@@ -202,7 +177,7 @@ def parse_flags(argv):
 def main(argv=None):
     """Measure both loops in turns, and print what they reach."""
     args = parse_flags(argv)
-    data, figures, fastest = random_images(args), [], []
+    data, figures, fastest = images(args, args.samples), [], []
     engine.keep_freed_memory()  # which a run does too: both loops gain by it
     print(f"{args.loop:>12}  fedavg.py   samples/s")
     for _ in range(args.repeats):
@@ -214,7 +189,7 @@ def main(argv=None):
         fastest.append(max(speeds, key=speeds.get))
         figures.append((speeds[fastest[-1]], fast))
         print("{:12,.0f}{:11,.0f}".format(*figures[-1]), flush=True)
-    other, fast = (statistics.median(column) for column in zip(*figures))
+    other, fast = map(statistics.median, zip(*figures))
     ratio = statistics.median(b / a for a, b in figures)
     print(f"{other:12,.0f}{fast:11,.0f}   median; ratio {ratio:.2f}")
     about = {name: getattr(args, name) for name in ("loop", "model", "batch_size")}

@@ -37,6 +37,7 @@ import run_folder  # noqa: E402
 
 SAMPLED, SAMPLES, FEATURES = 50, 4, 256  # clients a round, images a client, width of features
 FLAGS = "--partition iid --local-steps 1 --batch-size 4 --eval-every 1000000 --device cpu --quiet"
+BEYOND = ("aggregate", "synchronise", "other")  # parts of a round beyond training
 COLUMNS = {  # of the table: what is printed of a figure
     "start": "{:8.2f}",
     "round": "{:8.4f}",
@@ -48,13 +49,9 @@ COLUMNS = {  # of the table: what is printed of a figure
 }
 
 
-# --- one run, in a process of its own
-
-
 def small_data(clients):
     """Return random images, four a client, as a Data."""
-    g = torch.Generator().manual_seed(0)
-    n = SAMPLES * clients
+    n, g = SAMPLES * clients, torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (n, 1, 8, 8), dtype=torch.uint8, generator=g)
     y = torch.randint(0, 10, (n,), generator=g)
     return common.Data(x, y, x[:100], y[:100], classes=10)
@@ -113,11 +110,9 @@ def measure(script, clients, rounds, flags):
         size = sum(path.stat().st_size for path in files)
         words[-1] = str(rounds + 1)
         _, resume, _ = in_process(run, script, clients, [*words, "--resume"])
-    parts = [{"synchronise": 0.0, **row["seconds"]} for row in rows]
-    beyond = [
-        s["aggregate"] + s["synchronise"] + s["other"] - checkpoint  # that of the round before
-        for s, checkpoint in zip(parts[1:], checkpoints)
-    ]
+    parts = [row["seconds"] for row in rows[1:]]
+    beyond = [sum(part.get(name, 0) for name in BEYOND) for part in parts]
+    beyond = [s - checkpoint for s, checkpoint in zip(beyond, checkpoints)]  # of the round before
     peaks = [row["peak_memory"] for row in rows]
     return {
         "script": script,
@@ -132,41 +127,33 @@ def measure(script, clients, rounds, flags):
     }
 
 
-# --- the command
-
-
-def print_row(figures):
-    """Print a row of the table."""
-    cells = [form.format(figures[name]) for name, form in COLUMNS.items()]
-    print(f"{figures['script']:10} {figures['clients']:10,} ", *cells, flush=True)
-
-
-def make_parser():
-    """Return the parser of this benchmark's own flags; all others go to the scripts."""
+def parse_flags(argv):
+    """Return this benchmark's own flags, with scripts a list, and all others, of the scripts."""
     parser = common.PlainParser(__doc__, prog="population.py")
-    add = parser.add_argument
+    add, populations = parser.add_argument, "100,1000,10000,100000,1000000"
     add("--scripts", default="fedavg,scaffold,moon,rfedavg", metavar="LIST")
-    populations = "100,1000,10000,100000,1000000"
     add("--populations", type=common.integers(1), default=populations, metavar="LIST")
     add("--rounds", type=common.number(int, 3), default=20, help="rounds of a run")
-    return parser
+    args, flags = parser.parse_known_args(argv)
+    args.scripts = args.scripts.split(",")
+    for script in args.scripts:
+        if not pathlib.Path(common.__file__).with_name(f"{script}.py").is_file():
+            parser.error(f"argument --scripts: there is no {script}.py")
+    return args, flags
 
 
 def main(argv=None):
     """Measure all scripts at all populations; print the table, and the same as JSON."""
-    parser = make_parser()
-    args, flags = parser.parse_known_args(argv)
-    scripts = args.scripts.split(",")
-    for script in scripts:
-        if not (pathlib.Path(common.__file__).parent / f"{script}.py").is_file():
-            parser.error(f"argument --scripts: there is no {script}.py")
+    args, flags = parse_flags(argv)
     titles = [f"{name:>{len(form.format(0))}}" for name, form in COLUMNS.items()]
     print(f"{'script':10} {'clients':>10} ", *titles)
     table = []
     for clients in args.populations:
-        for script in scripts:
-            table.append(measure(script, clients, args.rounds, flags))
-            print_row(table[-1])
+        for script in args.scripts:
+            row = measure(script, clients, args.rounds, flags)
+            table.append(row)
+            cells = [form.format(row[name]) for name, form in COLUMNS.items()]
+            print(f"{script:10} {clients:10,} ", *cells, flush=True)
     about = {"machine": run_folder.hardware("cpu"), "torch": torch.__version__}
     about |= {"commit": run_folder.commit(), "rounds": args.rounds, "flags": flags}
     print(json.dumps({**about, "table": table}))

@@ -23,8 +23,7 @@ import population  # noqa: E402
 
 
 def test_conventional_loop_is_fedavg(tmp_path):
-    """With whole clients as batches the order of samples does not matter, so both loops take the
-    same steps."""
+    """Where a batch is all of a client the order of samples does not matter: the same steps."""
     flags = "--rounds 1 --epochs 3 --batch-size 1000 --lr 0.3"
     argv = [*TINY, *flags.split(), "--out", str(tmp_path / "run")]
     net, _ = fedavg.main(argv)
@@ -42,26 +41,44 @@ def test_conventional_loop_is_fedavg(tmp_path):
 
 @pytest.mark.parametrize("loop", ["bare", "conventional"])
 def test_loops_run(loop, capsys):
-    loops.main([loop, *"--samples 400 --clients 4 --repeats 1 --batch-size 20".split()])
+    loops.main([loop, *"--samples 200 --clients 4 --repeats 1 --batch-size 20".split()])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["fedavg"] > 0
     assert figures["ratio"] == pytest.approx(figures["fedavg"] / figures[loop])
 
 
-def test_the_conventional_loop_refuses_what_it_lacks(capsys):
-    refused(capsys, loops, ["conventional", "--clip", "1"], "--clip: not in the conventional loop")
-
-
 def test_commands_run(capsys):
+    """Two ranks of a script; test_a_command_is_measured() has one process."""
     flags = "--clients 400 --sample 0.005 --local-steps 1 --rounds 2 --repeats 1 --device cpu"
-    assert commands.main(["fedavg", "2x fedprox --mu 0.1", *flags.split()]) == 0
-    *_, first, second, last = capsys.readouterr().out.splitlines()
-    table = json.loads(last)["table"]
-    assert first.startswith("fedavg ") and second.startswith("2x fedprox --mu 0.1 ")
-    assert table[0]["time"] == 1
-    assert all(row["samples/s"] > 0 and row["host GiB"] > 2**26 for row in table)
-    model = common.nbytes(common.build_net("cnn", 62).state_dict())
-    assert [row["MB up"] for row in table] == [2 * model] * 2
+    assert commands.main(["2x fedprox --mu 0.1", *flags.split()]) == 0
+    *_, line, last = capsys.readouterr().out.splitlines()
+    (row,) = json.loads(last)["table"]
+    assert line.startswith("2x fedprox --mu 0.1 ") and row["time"] == 1
+    assert row["samples/s"] > 0 and row["host GiB"] > 2**26
+    assert row["MB up"] == 2 * common.nbytes(common.build_net("cnn", 62).state_dict())
+
+
+STUB = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir()
+for slow in (100, 1, 1):
+    parts = {"train": 3, "aggregate": 1, "synchronise": 1, "evaluate": 2, "other": 0}
+    seconds = {name: slow * s for name, s in parts.items()}
+    with open(out / "metrics.jsonl", "a") as f:
+        print(json.dumps({"samples": 10, "bytes_up": 7, "seconds": seconds}), file=f)
+(out / "config.json").write_text(json.dumps({"flags": {"device": "cpu"}, "argv": sys.argv[1:3]}))
+"""
+
+
+def test_a_command_is_measured(tmp_path, monkeypatch):
+    """Medians over the rounds but the first, whose exchange is part of training."""
+    (tmp_path / "fedavg.py").write_text(STUB)
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    figures, config = commands.measure(1, "fedavg", ["--lr", "1"])
+    assert figures.pop("host GiB") > 2**20 and config["argv"] == ["--lr", "1"]
+    times = {"train": 3, "aggregate": 2, "evaluate": 2, "other": 0}
+    assert figures == {"samples/s": 2, **times, "MB up": 7}
 
 
 def test_commands_take_turns(monkeypatch, capsys):
@@ -74,38 +91,38 @@ def test_commands_take_turns(monkeypatch, capsys):
         return dict.fromkeys(commands.COLUMNS, 0) | {"samples/s": next(rates)}, config
 
     monkeypatch.setattr(commands, "measure", measure)
-    words = ["fedavg --workers 2", "2x moon", "--lr", "0.1"]
-    assert commands.main(words) == 0
+    assert commands.main(["fedavg --workers 2", "2x moon", "--lr", "0.1"]) == 0
     flags = [*commands.DEFAULTS, "--rounds", "3", "--lr", "0.1"]
-    pair = [(1, "fedavg", [*flags, "--workers", "2"], 1), (2, "moon", flags, 1)]
-    assert calls == pair * 3
+    assert calls == 3 * [(1, "fedavg", [*flags, "--workers", "2"], 1), (2, "moon", flags, 1)]
     table = json.loads(capsys.readouterr().out.splitlines()[-1])["table"]
     assert [(row["samples/s"], row["time"]) for row in table] == [(10, 1), (20, 0.5)]
-    refused(capsys, commands, ["nothing"], "nothing.py")
 
 
 def test_population_runs(monkeypatch, capsys):
     """Two populations, in this process for speed."""
+    assert population.in_process(os.getpid) != os.getpid()
     for owner, name in ((engine, "begin"), (run_folder.RunFolder, "checkpoint")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
     monkeypatch.setattr(population, "in_process", lambda f, *words: f(*words))
-    flags = "--scripts rfedavg --populations 30,60 --rounds 3 --variant rfedavg"
-    population.main(flags.split())
+    population.main("--scripts scaffold --populations 30,60 --rounds 3".split())
     *lines, last = capsys.readouterr().out.splitlines()
-    result = json.loads(last)
-    assert [row["clients"] for row in result["table"]] == [30, 60]
-    assert all(row[column] > 0 for row in result["table"] for column in ("start", "resume"))
-    assert all(row["checkpoint"] > 0 for row in result["table"])
-    assert 1e6 * result["table"][1]["MB"] > 60 * 4 * population.FEATURES  # a row a client
-    assert len(lines) == 1 + 2
+    table = json.loads(last)["table"]
+    assert [row["clients"] for row in table] == [30, 60] and len(lines) == 1 + 2
+    assert all(row[name] > 0 for row in table for name in ("start", "resume", "checkpoint"))
+    state = common.nbytes(population.small_net().state_dict())
+    assert 1e6 * table[1]["MB"] > 50 * state  # of each client that was sampled
 
 
-def test_a_population_is_measured_in_a_process_of_its_own():
-    assert population.in_process(os.getpid) != os.getpid()
-
-
-def test_population_refuses_a_script_that_is_not_there(capsys):
-    refused(capsys, population, ["--scripts", "fedavg,nothing"], "--scripts", "nothing.py")
+@pytest.mark.parametrize(
+    "script, argv, words",
+    [
+        (loops, "conventional --clip 1", ["--clip: not in the conventional loop"]),
+        (commands, "nothing", ["COMMAND", "nothing.py"]),
+        (population, "--scripts fedavg,nothing", ["--scripts", "nothing.py"]),
+    ],
+)
+def test_benchmarks_refuse(capsys, script, argv, words):
+    refused(capsys, script, argv.split(), *words)
 
 
 SMALL = ["--small", "--device", "cpu"]
