@@ -31,7 +31,6 @@ from analysis.runs import table
 from reproduce import compare, jobs
 from reproduce.cells import all_cells, parsed_flags, read_published
 from reproduce.figures import Mean, curve, figures, show_censored
-from reproduce.runner import run_plan
 from reproduce.runs import Group, decisive_flags, read_runs
 
 MAIN = "alpha=0.5"  # the setting whose runs are named after the method alone
@@ -44,26 +43,12 @@ KEPT = jobs.ROOT / "results" / "benchmark"
 CURVES = 6  # of a panel, at most
 
 
-def make_parser():
-    """Return the parser of this command's own flags; all others go to the scripts."""
-    parser = common.PlainParser(__doc__, prog="reproduce")
-    add = parser.add_argument
-    add("benchmark", help="this command")
-    add("--only", metavar="NAME,...", help="run these methods alone")
-    add("--quick", action="store_true", help="a smoke test")
-    add("--publish", action="store_true", help="write into the docs, and run nothing")
-    add("--data-seeds", type=common.COUNT, metavar="N", help="partitions (default: 3; --quick: 1)")
-    jobs.add_flags(parser)
-    return parser
-
-
-def benchmark(parse):
-    """Run the benchmark and show it; parse: as of __main__.reproduce(). Returns the exit code."""
-    args, extra = parse([])
+def benchmark(args, extra):
+    """Run the benchmark and show it; extra: flags of all scripts. Returns the exit code."""
     extra = [*QUICK * args.quick, *extra]
     root = pathlib.Path(args.runs, jobs.slug(f"benchmark {jobs.setting_of(extra)}"))
     cells = all_cells()["NIID-Bench", "CIFAR-10"]
-    asked = jobs.select_cells(cells, args.only) if args.only else cells
+    asked = jobs.select_cells(cells, args.only)
     runs_of = {cell: [] for cell in cells}  # {cell: [run folder, ...]}
     commands = {}
     for k in range(args.data_seeds or (1 if args.quick else 3)):
@@ -83,7 +68,7 @@ def benchmark(parse):
         print_tables(found, published={} if extra else read_published())
         draw(root / "picture.png", found)
 
-    return run_plan(jobs.Plan(commands, root), args, show)
+    return jobs.run_plan(jobs.Plan(commands, root), args, show)
 
 
 def finished_runs(runs_of, root):
@@ -95,9 +80,7 @@ def finished_runs(runs_of, root):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables
-# --------------------------------------------------------------------------------------------------
+# --- Tables
 
 
 def settings_of(found):
@@ -112,8 +95,7 @@ def settings_of(found):
 def compare_pairs(runs, plain):
     """Return the columns of runs beside FedAvg's on the same partitions, [{column: number}, ...].
 
-    plain: FedAvg's runs. None: in no round, or of seconds that do not compare.
-    """
+    plain: FedAvg's runs. None: in no round, or of seconds that do not compare."""
     bases, pairs = {run.seeds: run for run in plain}, []
     for run in (run for run in runs if run.seeds in bases):
         base = bases[run.seeds]
@@ -157,9 +139,7 @@ def print_tables(found, published, markdown=False):
         print(f"\n{title}:\n\n{table(lines, markdown)}")
 
 
-# --------------------------------------------------------------------------------------------------
-# The picture
-# --------------------------------------------------------------------------------------------------
+# --- The picture
 
 
 def draw(path, found):
@@ -178,8 +158,7 @@ def draw(path, found):
 def draw_settings(plt, settings):
     """Return a figure with two panels a setting: curves, and differences from FedAvg.
 
-    settings: [(title, {method: (Group, its differences)}), ...]
-    """
+    settings: [(title, {method: (Group, its differences)}), ...]"""
     size = 9, 3.6 * len(settings)
     figure, axes = plt.subplots(len(settings), 2, figsize=size, squeeze=False, layout="constrained")
     for (left, right), (title, shown) in zip(axes, settings):
@@ -216,16 +195,13 @@ def draw_differences(ax, order, shown):
     ax.set_xlabel("accuracy over FedAvg's on the same partitions (n):\neach, mean, two deviations")
 
 
-# --------------------------------------------------------------------------------------------------
-# --publish
-# --------------------------------------------------------------------------------------------------
+# --- --publish
 
 
 def publish(runs_of, root, commands):
     """Keep the finished runs in root, and write those kept into the PAGES that have the MARKS.
 
-    Raises UserError for a run whose flags are not those of its command.
-    """
+    Raises UserError for a run whose flags are not those of its command."""
     for run in sum(finished_runs(runs_of, root).values(), []):
         config = run.config | {"flags": decisive_flags(run.flags)}
         asked = decisive_flags(parsed_flags(commands[run.path]))

@@ -61,15 +61,12 @@ class Cell(NamedTuple):
 def parsed_flags(command):
     """Return the flags of a command line, {name: value}, as its script's own parser gives them.
 
-    Raises UserError if the script refuses them.
-    """
+    Raises UserError if the script refuses them."""
     script, *words = shlex.split(command)
     return common.flag_values(method_call(script.removesuffix(".py"), words).args)
 
 
-# --------------------------------------------------------------------------------------------------
-# Rules
-# --------------------------------------------------------------------------------------------------
+# --- Rules
 
 
 @functools.cache
@@ -134,9 +131,7 @@ def command_of(cell):
     return " ".join([script, *flags.values()])
 
 
-# --------------------------------------------------------------------------------------------------
-# Cells
-# --------------------------------------------------------------------------------------------------
+# --- Cells
 
 
 @functools.cache

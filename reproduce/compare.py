@@ -59,9 +59,7 @@ def warn(line):
     print(f"reproduce.compare: {line}", file=sys.stderr)
 
 
-# --------------------------------------------------------------------------------------------------
-# The report
-# --------------------------------------------------------------------------------------------------
+# --- The report
 
 
 def main_table(groups, names, at, targets):
@@ -117,8 +115,7 @@ def report(folders, args, names=None, wanted=None):
 
     args: of add_flags(); names: as for table_rows(); wanted: {(paper, table), ...} whose published
     numbers are shown, all if there are none. Returns how many folders were damaged. Raises
-    UserError if there is no run to show.
-    """
+    UserError if there is no run to show."""
     runs, damaged = read_runs(folders, warn)
     groups = group_runs(runs, warn)
     if not groups and not damaged:
@@ -156,8 +153,7 @@ def write_csv(path, lines):
 def replace_section(path, make, marks=MARKS):
     """Put what make() prints between the marks in a file, unless make() returns that runs failed.
 
-    Raises UserError, before anything is made, if the marks are not there.
-    """
+    Raises UserError, before anything is made, if the marks are not there."""
     try:
         before, begin, rest = path.read_text().partition(marks[0])
     except (OSError, UnicodeDecodeError) as e:
@@ -176,9 +172,7 @@ def replace_section(path, make, marks=MARKS):
     return damaged
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags
-# --------------------------------------------------------------------------------------------------
+# --- Flags
 
 
 def percentages(text):

@@ -75,8 +75,7 @@ def own_figures(rows):
 def figures(run, rounds, at=(), targets=()):
     """Return the figures of a run after so many rounds, {column: number or None}.
 
-    at: rounds at which the EMA is asked for; targets: accuracies (%) that the EMA is to reach.
-    """
+    at: rounds at which the EMA is asked for; targets: accuracies (%) that the EMA is to reach."""
     rows = run.rows[:rounds]
     tested = [row for row in rows if row["test_acc"] is not None]
     last, five = tested[-1] if tested else {}, [row["test_acc"] for row in tested[-5:]]
@@ -148,9 +147,7 @@ def curve(group, x, key):
     return points
 
 
-# --------------------------------------------------------------------------------------------------
-# The rows of a table: what each says of its setting and method, and what they all share
-# --------------------------------------------------------------------------------------------------
+# --- The rows of a table: what each says of its setting and method, and what they all share
 
 
 class Row(NamedTuple):
@@ -163,8 +160,7 @@ def table_rows(groups, names=None):
     """Return the Rows of groups.
 
     names: {run folder: [(setting, method), ...]}, a row each; rows without a name are named after
-    the flags that differ between groups.
-    """
+    the flags that differ between groups."""
     rows = []
     for group in groups:
         own = [(setting_label(group, groups), method_label(group, groups))]
@@ -195,8 +191,7 @@ def setting_label(group, groups):
 def method_label(group, groups):
     """Return the method and those of its flags that differ between its groups, as text.
 
-    A method is a script or, where a script ran with several, its server optimizer.
-    """
+    A method is a script or, where a script ran with several, its server optimizer."""
     groups = [other for other in groups if other.script == group.script]
     name, server = NAMES.get(group.script, group.script), group.flags.get("server")
     if len({other.flags.get("server") for other in groups}) > 1:

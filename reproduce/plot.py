@@ -31,22 +31,19 @@ LINES = ["-", "--", ":", "-."]
 def axes_of(x, y, groups):
     """Return --x and --y as a Picture of groups takes them, with what is drawn if they are None.
 
-    Raises UserError for a flag that decides none of the runs, and for numbers that are nowhere.
-    """
+    Raises UserError for a flag that decides none of the runs, and for numbers that are nowhere."""
     x = (x or "rounds").lstrip("-")
     if x not in (*CURVES, *FIGURES):
         x = x.replace("-", "_")
-        decides = x not in MACHINE_FLAGS | {"seed"}
-        if not decides or all(group.flags.get(x) is None for group in groups):
-            names = ", ".join((*CURVES, *FIGURES))
-            why = f"{x} is no flag that decides these runs; it takes {names} or a flag"
-            raise common.UserError(f"argument --x: {why}")
+        if x in MACHINE_FLAGS | {"seed"} or all(g.flags.get(x) is None for g in groups):
+            takes = f"it takes {', '.join((*CURVES, *FIGURES))} or a flag"
+            raise common.UserError(f"argument --x: {x} is no flag that decides these runs; {takes}")
     rows = [row for group in groups for run in group.runs for row in run.rows]
     there = sorted({k for row in rows for k, v in row.items() if figures.is_number(v)})
+    there = dict.fromkeys([*KEYS, *there])
     for name in y or ():
-        if name not in {*KEYS, *there}:
-            names = ", ".join(dict.fromkeys([*KEYS, *there]))
-            raise common.UserError(f"argument --y: {name[:40]!r} is none of {names}")
+        if name not in there:
+            raise common.UserError(f"argument --y: {name[:40]!r} is none of {', '.join(there)}")
     return x, y or (["accuracy", "train_loss"] if x in CURVES else ["accuracy"])
 
 
@@ -61,15 +58,13 @@ class Picture(NamedTuple):
     def write(self, path, warn):
         """Draw what has been measured to path, if it is anything. warn is told of what has not."""
         groups = [g for g in self.groups if self.x in CURVES or g.complete]
-        cut, total = len(self.groups) - len(groups), len(self.groups)
-        if cut:
-            warn(f"{cut} of {total} rows are of runs that were cut, and are not drawn")
+        if cut := len(self.groups) - len(groups):
+            warn(f"{cut} of {len(self.groups)} rows are of runs that were cut, and are not drawn")
         drawn = [q for q in self.quantities if any(values(g, q) for g in groups)]
         missing = ", ".join(q for q in self.quantities if q not in drawn)
         if groups and missing:
             warn(f"{missing}: not measured in these runs, and not drawn")
         if drawn:
-            draw = draw_curves if self.x in CURVES else draw_points
             pictures.write(path, draw, self._replace(groups=groups, quantities=drawn))
 
 
@@ -78,66 +73,47 @@ def values(group, quantity, x="rounds"):
     return figures.curve(group, x, KEYS.get(quantity, quantity))
 
 
-def make_axes(plt, down, across):
-    """Return a figure and its axes, (down, across)."""
+def draw(plt, picture):
+    """Return the figure of a Picture: a panel a setting and quantity, and one legend below."""
+    x, quantities = picture.x, picture.quantities
+    lines = curves_of(picture) if x in CURVES else list(enumerate(lines_over(picture)))
+    settings = list(dict.fromkeys(setting for _, (setting, *_) in lines))
+    panels = list(itertools.product(settings, quantities))
+    across = len(quantities) if len(quantities) > 1 else min(3, len(settings))
+    down = math.ceil(len(panels) / across)
     size = max(4.5, 3.2 * across + 0.4), 2.5 * down + 0.8
-    return plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-
-
-def add_legend(figure, groups):
-    """Put one legend below all panels, with n and what the bands are."""
-    handles = {}
-    for ax in figure.axes:
-        ax.grid(color="0.92")
-        handles |= {handle.get_label(): handle for handle in ax.get_legend_handles_labels()[0]}
-    title = f"n = {', '.join(map(str, sorted({len(group.runs) for group in groups})))}"
-    over = sorted({group.over for group in groups if len(group.runs) > 1})
-    if over:
-        title += f"; bands and bars: one standard deviation over {' or '.join(over)}"
-    room = int(14 * figure.get_figwidth())  # characters
-    columns = max(1, room // (7 + max(map(len, handles))))
-    options = {"title": title, "loc": "outside lower center", "ncols": columns}
-    figure.legend(handles.values(), handles.keys(), **options)
-
-
-def style_of(i):
-    """Return colour and kind of the i-th line."""
-    turn, colour = divmod(i, len(pictures.COLOURS))
-    return {"color": pictures.COLOURS[colour], "linestyle": LINES[turn % len(LINES)]}
-
-
-def label_of(name):
-    return LABELS.get(name, name.replace("_", " "))
-
-
-# --------------------------------------------------------------------------------------------------
-# Curves
-# --------------------------------------------------------------------------------------------------
-
-
-def draw_curves(plt, picture):
-    """Return a figure with a panel a setting and quantity."""
-    rows = figures.table_rows(picture.groups, picture.names)
-    if len({row.setting for row in rows}) == len(rows):  # nothing to compare within a setting
-        rows = [figures.Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
-    if picture.x == "seconds" and len({row.group.hardware for row in rows}) > 1:
-        rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
-    methods = list(dict.fromkeys(row.method for row in rows))
-    settings = list(dict.fromkeys(row.setting for row in rows))
-    panels = list(itertools.product(settings, picture.quantities))
-    across = len(picture.quantities) if len(picture.quantities) > 1 else min(3, len(settings))
-    figure, axes = make_axes(plt, math.ceil(len(panels) / across), across)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     for ax, (setting, quantity) in zip(axes.flat, panels):
-        for row in rows:
-            if row.setting == setting:
-                points = values(row.group, quantity, picture.x)
-                draw_curve(ax, points, row.method, style_of(methods.index(row.method)))
-        ax.set(xlabel=LABELS[picture.x], ylabel=label_of(quantity), title=setting)
-        ax.locator_params(axis="x", integer=picture.x == "rounds")
+        own = [(i, label, points) for i, (where, label, points) in lines if where == setting]
+        draw_panel(ax, own, x, quantity)
+        ax.set(xlabel=LABELS.get(x, f"--{x.replace('_', '-')}"), title=setting)
+        ax.set(ylabel=LABELS.get(quantity, quantity.replace("_", " ")))
+        ax.grid(color="0.92")
     for ax in axes.flat[len(panels) :]:
         ax.remove()
     add_legend(figure, picture.groups)
     return figure
+
+
+def draw_panel(ax, lines, x, quantity):
+    """Draw lines, [(number of the style, label, group or points of lines_over()), ...]."""
+    xs = [] if x in CURVES else [at for *_, points in lines for at, _ in points if at is not None]
+    texts = not all(map(figures.is_number, xs))
+    place = {None: None} | {at: str(at) if texts else at for at in xs}
+    if texts:  # in their order
+        ax.plot(sorted(map(str, xs), key=order), [math.nan] * len(xs))
+    elif xs and min(xs) > 0 and max(xs) >= 50 * min(xs):
+        ax.set_xscale("log")
+    for i, label, points in lines:
+        turn, colour = divmod(i, len(pictures.COLOURS))
+        style = {"color": pictures.COLOURS[colour], "linestyle": LINES[turn % len(LINES)]}
+        if x in CURVES:
+            draw_curve(ax, values(points, quantity, x), label, style)
+        else:
+            found = [(place[at], values(group, quantity)) for at, group in points]
+            draw_points(ax, [(at, means[-1][1]) for at, means in found if means], label, style)
+    if x in CURVES:
+        ax.locator_params(axis="x", integer=x == "rounds")
 
 
 def draw_curve(ax, points, label, style):
@@ -145,57 +121,51 @@ def draw_curve(ax, points, label, style):
     at, heights = [x for x, _ in points], [mean.mean for _, mean in points]
     ax.plot(at, heights, label=label, marker="." if len(at) == 1 else None, **style)
     if points and points[0][1].std is not None:
-        low = [mean.mean - mean.std for _, mean in points]
-        high = [mean.mean + mean.std for _, mean in points]
-        ax.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        band = zip(*((mean.mean - mean.std, mean.mean + mean.std) for _, mean in points))
+        ax.fill_between(at, *band, color=style["color"], alpha=0.18, linewidth=0)
 
 
-# --------------------------------------------------------------------------------------------------
-# Points against a flag, or against a figure of a round
-# --------------------------------------------------------------------------------------------------
-
-
-def draw_points(plt, picture):
-    """Return a figure with a panel a quantity: the last round's, a line for runs alike but in x."""
-    figure, axes = make_axes(plt, 1, len(picture.quantities))
-    lines = lines_over(picture)
-    xs = [x for _, points in lines for x, _ in points if x is not None]
-    numbers = xs and all(map(figures.is_number, xs))
-    for ax, quantity in zip(axes[0], picture.quantities):
-        for x in [] if numbers else sorted(set(map(str, xs)), key=order):
-            ax.plot([x], [math.nan])  # texts in their order
-        for i, (label, points) in enumerate(lines):
-            found = [(x, values(g, quantity)) for x, g in points]
-            found = [(x if numbers else x and str(x), at[-1][1]) for x, at in found if at]
-            draw_line(ax, found, label, style_of(i))
-        if numbers and min(xs) > 0 and max(xs) >= 50 * min(xs):
-            ax.set_xscale("log")
-        flag = f"--{picture.x.replace('_', '-')}"
-        ax.set(xlabel=LABELS.get(picture.x, flag), ylabel=label_of(quantity))
-    add_legend(figure, picture.groups)
-    return figure
-
-
-def draw_line(ax, points, label, style):
+def draw_points(ax, points, label, style):
     """Draw points, [(x, Mean)], with bars of their deviation; a method without x is a level."""
-    for x, mean in points:
-        if x is None:
-            ax.axhline(mean.mean, label=label, **style | {"linestyle": "--"})
-    points = [(x, mean) for x, mean in points if x is not None]
+    for _, mean in (point for point in points if point[0] is None):
+        ax.axhline(mean.mean, label=label, **style | {"linestyle": "--"})
+    points = [(x, mean.mean, mean.std or 0.0) for x, mean in points if x is not None]
     if points:
-        at, heights = zip(*((x, mean.mean) for x, mean in points))
-        bars = [mean.std or 0.0 for _, mean in points]
-        ax.errorbar(at, heights, bars, label=label, marker="o", markersize=3, capsize=2, **style)
+        ax.errorbar(*zip(*points), label=label, marker="o", markersize=3, capsize=2, **style)
+
+
+def add_legend(figure, groups):
+    """Put one legend below all panels, with n and what the bands are."""
+    handles = [ax.get_legend_handles_labels()[0] for ax in figure.axes]
+    handles = {handle.get_label(): handle for handle in sum(handles, [])}
+    title = f"n = {', '.join(map(str, sorted({len(group.runs) for group in groups})))}"
+    over = " or ".join(sorted({group.over for group in groups if len(group.runs) > 1}))
+    title += f"; bands and bars: one standard deviation over {over}" * bool(over)
+    room = int(14 * figure.get_figwidth())  # characters
+    place = {"loc": "outside lower center", "ncols": max(1, room // (7 + max(map(len, handles))))}
+    figure.legend(handles.values(), handles.keys(), title=title, **place)
+
+
+def curves_of(picture):
+    """Return [(number of the method, (setting, method, group)), ...], what curves are of.
+
+    There is no setting where there is nothing to compare in it."""
+    rows = figures.table_rows(picture.groups, picture.names)
+    if len({row.setting for row in rows}) == len(rows):
+        rows = [figures.Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
+    if picture.x == "seconds" and len({row.group.hardware for row in rows}) > 1:
+        rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
+    methods = list(dict.fromkeys(row.method for row in rows))
+    return [(methods.index(row.method), row) for row in rows]
 
 
 def lines_over(picture):
-    """Return what is drawn against x, [(label, [(value of x, group), ...]), ...].
+    """Return what is drawn against x, [("", label, [(value of x, group), ...]), ...].
 
     A line holds the groups of a method, and of a machine, that differ in x alone or, where x is a
     figure of a round, in their effort. Groups left alone are one line if they differ in their
     effort besides, as of epochs and rounds whose product is fixed. The value is None for a method
-    without the flag.
-    """
+    without the flag."""
     x, alike, lines = picture.x, {}, {}
     moving = EFFORT if x in FIGURES else {x}
     for group in picture.groups:
@@ -207,18 +177,23 @@ def lines_over(picture):
     for (line, key), groups in alike.items():
         key = groups[0].runs[0].key(x, *EFFORT) if len(groups) == 1 else key
         lines.setdefault((line, key), []).extend(groups)
+    several = len({machine for (_, machine), _ in lines}) > 1
     found = []
     for ((method, machine), _), groups in lines.items():
         same = sum((other for (line, _), other in lines.items() if line[0] == method), [])
-        silent = {*moving, *MACHINE_FLAGS, "seed", "data_dir"}
-        differing = figures.differing_flags([f for f in groups[0].flags if f not in silent], same)
-        flags = {f: dict.fromkeys(as_text(g.flags.get(f)) for g in groups) for f in differing}
-        parts = [machine] * (len({line[1] for line, _ in lines}) > 1)
-        parts += [f"{flag} {' '.join(texts)}" for flag, texts in flags.items()][:3]
-        parts += ["..."] * (len(flags) > 3) + figures.code_labels(groups[0], same)
+        label = ", ".join([method, *[machine] * several, *differences(groups, same, moving)])
         points = [(value_of(group, x), group) for group in groups]
-        found.append((", ".join([method, *parts]), sorted(points, key=lambda p: order(p[0]))))
+        found.append(("", label, sorted(points, key=lambda p: order(p[0]))))
     return found
+
+
+def differences(groups, others, moving):
+    """Return in what groups of a line differ from others, but for the flags moving, as texts."""
+    silent = {*moving, *MACHINE_FLAGS, "seed", "data_dir"}
+    flags = figures.differing_flags([f for f in groups[0].flags if f not in silent], others)
+    texts = [" ".join(dict.fromkeys(as_text(g.flags.get(f)) for g in groups)) for f in flags]
+    parts = [f"{flag} {text}" for flag, text in zip(flags, texts)]
+    return parts[:3] + ["..."] * (len(parts) > 3) + figures.code_labels(groups[0], others)
 
 
 def value_of(group, x):

@@ -32,8 +32,7 @@ def matching_cells(group):
 def published_lines(groups, wanted=None):
     """Return the lines of the table of published numbers that groups have measured, dicts.
 
-    wanted: {(paper, table), ...}; all if there are none. A number of several tables is one line.
-    """
+    wanted: {(paper, table), ...}; all if there are none. A number of several tables is one line."""
     published, entries, lines = read_published(), {}, {}
     for group in groups:
         for cell in matching_cells(group):
@@ -52,8 +51,7 @@ def published_lines(groups, wanted=None):
 def line_of(cell, found, groups):
     """Return a line: what measure() has found of a cell's number, what it is of, the difference.
 
-    Numbers that do not compare, as of runs that were cut, have no difference.
-    """
+    Numbers that do not compare, as of runs that were cut, have no difference."""
     value, published = found.pop("value"), found["published"]
     whole = found.pop("whole", True) and all(group.complete for group in groups)
     censored = published.endswith("+") or published == "NA" or value is None
@@ -85,17 +83,14 @@ def shown(line):
     }
 
 
-# --------------------------------------------------------------------------------------------------
-# What was measured of a published number
-# --------------------------------------------------------------------------------------------------
+# --- What was measured of a published number
 
 
 def measure(cell, metric, own, groups):
     """Return what own, groups of a cell's flags, measured of a published metric, as dicts.
 
     figure: its name; value, text, n; whole: whether all of its cells are there; published, where it
-    is not published.csv's own. groups: all that are shown, among them FedAvg's.
-    """
+    is not published.csv's own. groups: all that are shown, among them FedAvg's."""
     if metric == "acc" and cell.paper == "rFedAvg":
         found = column(cell, own, "mean of last five +- over rounds", "last five")
         if found["value"] is not None:
@@ -125,8 +120,7 @@ def measure(cell, metric, own, groups):
 def column(cell, own, figure, name, **asked):
     """Return a column of the main table; asked: at or targets of means().
 
-    There are several groups where the published number is a mean over cells, FedMLB's Table 6.
-    """
+    There are several groups where the published number is a mean over cells, FedMLB's Table 6."""
     each, n = [means(group, **asked).get(name) for group in own], own[0].count()
     cells = sum(other.key == cell.key for other in all_cells()[cell[:2]])
     if None in each:
@@ -149,8 +143,7 @@ def column(cell, own, figure, name, **asked):
 def relative_seconds(cell, metric, group, groups):
     """Return seconds as a ratio to FedAvg's, since the hardware is another.
 
-    FedCKA's Tables 3 and 4 give the time of local training.
-    """
+    FedCKA's Tables 3 and 4 give the time of local training."""
     published, base = read_published(), baseline(group, groups)
     plain = [published.get((*cell.key[:5], m), {}) for m in ("FedAvg", "None(FedAvg)")]
     plain = [float(numbers[metric][0]) for numbers in plain if metric in numbers]
@@ -168,8 +161,7 @@ def relative_seconds(cell, metric, group, groups):
 def hessian_of(run):
     """Return what hessian_eval.py has left of a Run's last round, {metric: number}.
 
-    H_N and H_D are there in the reading behind FedAlign's Table 1 alone.
-    """
+    H_N and H_D are there in the reading behind FedAlign's Table 1 alone."""
     result = read_result(run.path, "hessian")
     if not result:
         return {}

@@ -63,8 +63,7 @@ def decisive_flags(flags):
     """Return the flags that decide a result as they act, {name: value}, without the seed.
 
     --augment is what it comes to, the file of --vectors its name, and --data-dir is there only
-    where it says which images they are.
-    """
+    where it says which images they are."""
     decisive = {k: v for k, v in flags.items() if k not in MACHINE_FLAGS | {"seed"}}
     images = argparse.Namespace(dataset=flags["dataset"], augment=flags["augment"])
     decisive["augment"] = ",".join(common.resolve_augment(images)) or "none"
@@ -98,8 +97,7 @@ def shared_flags():
 def read_run(path):
     """Return the Run in a folder. UserError if it is none, or damaged.
 
-    A last line of metrics.jsonl that is being written does not count.
-    """
+    A last line of metrics.jsonl that is being written does not count."""
     path = pathlib.Path(path)
     config = run_folder.read_config(path)
     flags = shared_flags() | config["flags"]
@@ -115,8 +113,7 @@ def read_run(path):
 def read_runs(paths, warn):
     """Return the Runs in folders, and how many others are damaged, of which warn is told.
 
-    Files among the paths, such as a picture that lies beside the folders, are passed over.
-    """
+    Files among the paths, such as a picture that lies beside the folders, are passed over."""
     runs, damaged = [], 0
     for path in paths:
         try:
@@ -127,9 +124,7 @@ def read_runs(paths, warn):
     return runs, damaged
 
 
-# --------------------------------------------------------------------------------------------------
-# Groups of runs
-# --------------------------------------------------------------------------------------------------
+# --- Groups of runs
 
 
 @dataclasses.dataclass

@@ -111,7 +111,7 @@ MLB = "fedprox.py --dataset glyphs --epochs"
 def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
     groups = groups_of(tmp_path, *commands)
     got = []
-    for label, points in lines_over(Picture(groups, None, x, [])):
+    for _, label, points in lines_over(Picture(groups, None, x, [])):
         got.append((label, [(value, groups.index(group) + 1) for value, group in points]))
     assert got == lines
 
@@ -121,7 +121,7 @@ def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
     for run in groups[1].runs:
         run.config["device"] = "NVIDIA H200"
     lines = lines_over(Picture(groups, None, "s/round", []))
-    assert [(label, len(points)) for label, points in lines] == [
+    assert [(label, len(points)) for _, label, points in lines] == [
         ("FedProx, x86_64, 2 cores", 1),
         ("FedProx, NVIDIA H200", 1),
     ]

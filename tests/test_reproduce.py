@@ -23,10 +23,9 @@ from runs import write_config
 
 from reproduce import __main__ as command_module
 from reproduce import cells as cells_module
-from reproduce import compare, jobs, published, runner
+from reproduce import compare, jobs, published
 from reproduce.cells import Cell, bare, home, parsed_flags
-from reproduce.jobs import select_cells, sweep_points
-from reproduce.runner import TimeIsUp
+from reproduce.jobs import select_cells, sweep_axis
 
 SWEEP = ["fedavg.py", *shlex.split(GLYPHS)]
 
@@ -64,10 +63,9 @@ def test_dry_run_prints_what_is_left(tmp_path, capsys):
 def test_analyses_are_lines_of_modules():
     """The cost of Tables 5 and 7, one line a method and data set, in the form that -m wants."""
     for table, count in (("5", 10), ("7", 16)):
-        lines = jobs.analysis_lines(jobs.Plan({}, None, CELLS["FedAlign", table]), {})
+        lines = jobs.analyses(jobs.Plan({}, None, CELLS["FedAlign", table]), {})
         assert len(lines) == count
-        for line in lines:
-            flag, module, script = shlex.split(line)[:3]
+        for flag, module, script, *_ in lines:
             assert (flag, module) == ("-m", "analysis.cost") and script[:-3] in SCRIPTS
 
 
@@ -99,12 +97,11 @@ def test_only(paper, table, words, methods, datasets):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_sweep_points():
-    grid = [{"layers": layers, "mu": mu} for layers in "12" for mu in "35"]
-    assert sweep_points(["layers=1,2", "mu=3,5"]) == grid
-    assert sweep_points(["--pathways=1/1,2"]) == [{"pathways": "1"}, {"pathways": "1,2"}]
+def test_sweep_axes():
+    assert sweep_axis("layers=1,2") == [{"layers": "1"}, {"layers": "2"}]
+    assert sweep_axis("--pathways=1/1,2") == [{"pathways": "1"}, {"pathways": "1,2"}]
     together = [{"epochs": "1", "rounds": "200"}, {"epochs": "2", "rounds": "100"}]
-    assert sweep_points(["epochs,rounds=1,200/2,100"]) == together
+    assert sweep_axis("epochs,rounds=1,200/2,100") == together
 
 
 def test_sweeps(capsys, tmp_path):
@@ -125,7 +122,7 @@ def test_sweeps(capsys, tmp_path):
         (["--sweep", "lr=0.1", "--out=x"], "set by reproduce"),
         (["--sweep", "lr=0.1", "--resume"], "set by reproduce"),
         (["--sweep", "seed=1,2"], "set by reproduce"),
-        (["--sweep", "data-seed=1,2", "--data-seeds", "2"], "see --data-seeds"),
+        (["--sweep", "data-seed=1,2", "--data-seeds", "2"], "set by reproduce"),
     ],
 )
 def test_sweeps_that_are_refused(capsys, tmp_path, words, message):
@@ -211,7 +208,7 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
         started.append(line[0])
         return make_child(line)
 
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(jobs, "run_child", run_child)
     argv = [*shlex.split(GLYPHS), "--seeds", "3", "--runs", tmp_path]
     code, out, _ = run_reproduce(capsys, "fedavg,moon --mu 5", *argv)
     assert code == 0 and "6 of 6 runs finished" in out
@@ -252,7 +249,7 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
         (["fedavg.py", "--sweep", "a,b=1,2/3"], "takes FLAG=a,b"),
         (["fedalign", "5", "--sweep", "lr=1"], "--sweep: not of a paper's table; fedalign.py is"),
         (["fedmlb", "1a", "--lr", "1"], "--lr: not of a paper's table; fedmlb.py is the script"),
-        (["niid-bench", "cifar-10", "--lr", "1"], "unrecognized arguments: --lr 1"),
+        (["niid-bench", "cifar-10", "--lr", "1"], "--lr: not of a paper's table"),
         (["./fedavg.py", "1"], "unrecognized arguments: 1"),
         (["fedalign", "--lr", "1"], "argument --lr: not of a paper's table"),
         (["rfedavg", "fig9", "--csv", "x.csv"], "fig9 has parts; name one of fig9a, fig9b"),
@@ -283,7 +280,7 @@ def test_help_begins_with_the_description(capsys, module):
     ],
 )
 def test_outputs_are_checked_before_any_run(tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(runner, "run_all", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(jobs, "run_all", lambda *_: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").touch()
     if "--plot" in words:
@@ -356,7 +353,7 @@ def make_child(line, *_):
 
 def test_a_whole_table(tmp_path, capsys, monkeypatch):
     """Every cell is run once and shown by the table's names, beside its published number."""
-    monkeypatch.setattr(runner, "run_child", make_child)
+    monkeypatch.setattr(jobs, "run_child", make_child)
     argv = ["rfedavg", "I", "--only", "FedAvg,rFedAvg+", "--runs", tmp_path]
     code, out, _ = run_reproduce(capsys, *argv, "--csv", tmp_path / "x.csv")
     assert code == 0 and "16 of 16 runs finished" in out
@@ -396,7 +393,7 @@ def test_a_table_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, code):
         started.append(line[0])
         return make_child(line) if line[0] == "fedprox.py" else (code if code == 2 else 134)
 
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(jobs, "run_child", run_child)
     exit_code, out, err = run_reproduce(capsys, "fedalign", "1", "--runs", tmp_path)
     assert exit_code == code and started == ["fedavg.py", "fedprox.py"]
     assert "2 of 3 runs finished" in out and re.search(r"^ *B .* 9\.00 ", out, re.M)
@@ -408,16 +405,16 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     scripts = {"A": f"fedavg.py {GLYPHS}", "B": f"fedprox.py {GLYPHS}"}
     cells = tiny_table(monkeypatch, "hessian_eval.py RUNS --diagonal tensor", **scripts)
     a, b = (make_run(cell_folder(tmp_path, cell), cell.command) for cell in cells)
-    lines, answers = [], [0, 1, TimeIsUp, 0]
+    lines, answers = [], [0, 1, TimeoutError, 0]
 
     def run_child(line, deadline):
         lines.append((line, deadline))
         answer = answers[len(lines) - 1]
-        if answer is TimeIsUp:
+        if answer is TimeoutError:
             raise answer
         return answer
 
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(jobs, "run_child", run_child)
     argv = ["fedalign", "1", "--runs", tmp_path]
     assert run_reproduce(capsys, *argv)[0] == 0
     assert lines == [(["hessian_eval.py", str(a), str(b), "--diagonal", "tensor"], math.inf)]
@@ -468,7 +465,7 @@ def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     shown = []
     monkeypatch.setattr(compare, "report", lambda *args: shown.append(args))
-    monkeypatch.setattr(runner, "run_all", lambda *_: ({}, ""))
+    monkeypatch.setattr(jobs, "run_all", lambda *_: ({}, ""))
     for part in "abcd":
         cell = home(CELLS["rFedAvg", f"fig9{part}"][1])
         folder = cell_folder(tmp_path, cell)

@@ -7,7 +7,7 @@ import pytest
 from makers import CELLS, ROOT, is_refused, make_run, read_rows, run_reproduce
 from runs import config_of, write_config
 
-from reproduce import benchmark, runner
+from reproduce import benchmark, jobs
 
 CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
 
@@ -114,7 +114,7 @@ def test_the_command_on_glyphs(tmp_path, capsys, monkeypatch):
         importlib.import_module(line[0].removesuffix(".py")).main([*line[1:], "--quiet"])
         return 0
 
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(jobs, "run_child", run_child)
     flags = (
         "--dataset glyphs --rounds 2 --local-steps 2 --clients 2 --labels 62 --data-seeds 2".split()
     )

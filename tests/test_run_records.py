@@ -198,7 +198,7 @@ def test_other_code_is_another_method(tmp_path, capsys):
     _, out, _ = run_compare(capsys, *folders[:3])
     assert re.search("average #22222222 +2 ", out) and re.search("median #33333333 +1 ", out)
     lines = lines_over(Picture(make_groups(*folders[:3]), None, "lr", []))
-    assert [label for label, _ in lines] == [
+    assert [label for _, label, _ in lines] == [
         "fedavg, aggregate=average #22222222",
         "fedavg, aggregate=median #33333333",
     ]

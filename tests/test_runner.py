@@ -14,8 +14,8 @@ from makers import GLYPHS, PLAIN, ROOT, make_images, make_run, read_rows
 from tqdm import tqdm
 
 from reproduce.cells import Cell
-from reproduce import runner
-from reproduce.runner import run_all, run_child
+from reproduce import jobs
+from reproduce.jobs import run_all, run_child
 from reproduce.runs import read_run
 
 ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -49,15 +49,15 @@ def test_limit_interrupts_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Child)
     places = make_run(tmp_path / "done"), tmp_path / "b", tmp_path / "c"
     commands = dict(zip(places, (PLAIN, "fedavg.py --lr 1", "fedavg.py --lr 2")))
-    states = dict(zip(places, ("finished", "missing", "missing")))
+    left = {p: [*commands[p].split(), "--out", str(p)] for p in places[1:]}
     stopped = {}, "; --limit is reached, the same command goes on"
-    assert run_all(commands, states, ["x"], time.monotonic() + 0.1) == stopped
+    assert run_all(commands, left, [["x"]], time.monotonic() + 0.1) == stopped
     assert Child.signals == [signal.SIGINT]
     (line,) = Child.started
     script = [sys.executable, str(ROOT / "fedavg.py")]
     assert line == [*script, "--lr", "1", "--out", str(tmp_path / "b")]
-    assert run_all(commands, states, [], time.monotonic() - 1) == stopped
-    assert len(Child.started) == 1 and list(states.values()) == ["finished", "missing", "missing"]
+    assert run_all(commands, left, [], time.monotonic() - 1) == stopped
+    assert len(Child.started) == 1 and list(left) == [*places[1:]]
 
 
 def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
@@ -76,11 +76,11 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
         tick()
         return 0
 
-    monkeypatch.setattr(runner, "tqdm", Bar)
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(jobs, "tqdm", Bar)
+    monkeypatch.setattr(jobs, "run_child", run_child)
     places = make_run(tmp_path / "a"), tmp_path / "b"
     commands = dict(zip(places, (PLAIN, "fedavg.py --rounds 3")))
-    run_all(commands, dict(zip(places, ("finished", "missing"))), [])
+    run_all(commands, {places[1]: ["fedavg.py", "--rounds", "3"]}, [])
     assert (bars[0].total, bars[0].initial, bars[0].n) == (4 + 3, 4, 6)
     assert lines[0][-1] == "--quiet"
 
@@ -123,9 +123,9 @@ def test_a_table_that_was_cut_goes_on(tmp_path):
     done, cut = (tmp_path / "fedalign-5" / f"D-M-S-{cell.method}-seed0" for cell in cells)
     make_run(done, cells[0].command, accuracies=[1.0] * 60)
     code = (
-        "from reproduce import __main__, cells, jobs, published, runner\n"
+        "from reproduce import __main__, cells, jobs, published\n"
         "from reproduce.cells import Cell\n"
-        "runner.PATIENCE = 0.1\n"
+        "jobs.PATIENCE = 0.1\n"
         "jobs.texts = lambda *_: ''\n"
         f"tables = {{('FedAlign', '5'): {cells}}}\n"
         "cells.all_cells = jobs.all_cells = published.all_cells = lambda: tables\n"
@@ -150,7 +150,7 @@ def test_a_table_that_was_cut_goes_on(tmp_path):
 
 def test_a_terminated_table_ends_its_run(tmp_path):
     """SIGTERM to the command alone: the run is interrupted, keeps its rounds, and nothing runs."""
-    code = "from reproduce import __main__, runner; runner.PATIENCE = 0.1; __main__.main()"
+    code = "from reproduce import __main__, jobs; jobs.PATIENCE = 0.1; __main__.main()"
     flags = "--dataset glyphs --model cnn --clients 2 --local-steps 1 --rounds 500 --batch-size 8"
     argv = ["fedavg.py", *flags.split(), "--sweep", "lr=0.01", "--runs", str(tmp_path)]
     line = [sys.executable, "-c", code, *argv]
