@@ -79,13 +79,11 @@ def main_table(groups, names, at, targets):
             if plain and (column == "MB/round" or comparable(base, group)):
                 line[column] += f" ({found[column].mean / plain:.2f}x)"
         lines.append({**line, "hardware": group.hardware})
+        about = {"setting": setting, "method": method, "n of": group.over, "rounds": group.rounds}
         for figure, mean in found.items():
             missed = mean.missed if figure.startswith("to ") else None
             numbers = {"n": mean.n, "measured": mean.mean, "std": mean.std, "not reached": missed}
-            about = {"n of": group.over, "rounds": group.rounds, "hardware": group.hardware}
-            tidy.append(
-                {"setting": setting, "method": method, "figure": figure, **numbers, **about}
-            )
+            tidy.append({**about, "figure": figure, **numbers, "hardware": group.hardware})
     return lines, tidy
 
 
@@ -93,21 +91,19 @@ def footnote(groups, published):
     """Return what the numbers are, and of which versions; published: of published_lines()."""
     runs = [run for group in groups for run in group.runs]
     commits = sorted({run.config["commit"] or "unknown" for run in runs})
-    commits = [commit[:7] + "+" * ("+" in commit) for commit in commits]
+    commits = ", ".join(commit[:7] + "+" * ("+" in commit) for commit in commits)
     kinds = {group.over for group in groups if len(group.runs) > 1} or {"seeds"}
     texts = "n seeds on one partition", "n partitions, each with a run of its own"
     over = " or ".join(text for text in texts if kinds & set(text.replace(",", "").split()))
     text = f"Accuracies in %; a +- b: mean and sample standard deviation over {over}, none at n = 1"
     held_out = {any("val_acc" in row for row in run.rows) for run in runs}
-    if False in held_out:
-        text += "; best is picked on the test set"
-    if True in held_out:
-        text += "; best is picked on held-out training samples"
-        text += ", with --validation" * (len(held_out) > 1)
+    text += "; best is picked on the test set" * (False in held_out)
+    text += "; best is picked on held-out training samples" * (True in held_out)
+    text += ", with --validation" * (len(held_out) > 1)
     if any(line["figure"].startswith("mean of last five") for line in published):
         text += "; with the mean of last five their population standard deviation"
     torch = ", ".join(sorted({run.config["versions"]["torch"] for run in runs}))
-    return f"{text}; torch {torch}, commit {', '.join(commits)}."
+    return f"{text}; torch {torch}, commit {commits}."
 
 
 def report(folders, args, names=None, wanted=None):
@@ -183,10 +179,9 @@ def percentages(text):
 def add_flags(parser):
     """Add the flags that `python -m reproduce` takes too."""
     add, path = parser.add_argument, pathlib.Path
-    at = "columns for the EMA at these rounds"
     add("--markdown", action="store_true", help="print Markdown tables")
     add("--csv", type=path, metavar="FILE", help="also write all numbers, one a line")
-    add("--at", type=common.integers(1), metavar="ROUND,...", help=at)
+    add("--at", type=common.integers(1), metavar="ROUND,...", help="columns for the EMA then")
     target = "columns for the first round whose EMA gets there"
     add("--target", type=percentages, metavar="PERCENT,...", help=target)
     add("--plot", type=path, metavar="FILE", help="draw a picture (.png, .pdf, .svg)")
@@ -194,8 +189,8 @@ def add_flags(parser):
     x += "last round, a flag (lam, clients), s/round or MB/round"
     add("--x", metavar="NAME", help=x)
     y = "what is drawn: accuracy, ema, train_loss (with the method's own terms), test_loss, worst "
-    y += "(client's accuracy), or a number in the rows of metrics.jsonl, as a method reports; if "
-    y += "not said accuracy,train_loss, or accuracy against a flag"
+    y += "(client's accuracy), or any number of metrics.jsonl; if not said accuracy,train_loss, or "
+    y += "accuracy against a flag"
     add("--y", type=lambda text: text.split(","), metavar="LIST", help=y)
 
 

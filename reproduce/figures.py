@@ -10,7 +10,6 @@ from reproduce.runs import (
     SETTING_FLAGS,
     Group,
     as_text,
-    augment_of,
     decisive_flags,
 )
 
@@ -80,7 +79,7 @@ def figures(run, rounds, at=(), targets=()):
     tested = [row for row in rows if row["test_acc"] is not None]
     last, five = tested[-1] if tested else {}, [row["test_acc"] for row in tested[-5:]]
     emas = {row["round"]: row["acc_ema"] for row in tested}
-    reached = {target: [t for t in emas if emas[t] >= target] for target in targets}
+    reached = {f"to {x:g}%": next((t for t in emas if emas[t] >= x), None) for x in targets}
     values = {
         **own_figures(rows),
         "last": last.get("test_acc"),
@@ -89,7 +88,7 @@ def figures(run, rounds, at=(), targets=()):
         "last five": statistics.fmean(five) if five else None,
         "their deviation": statistics.pstdev(five) if five else None,
         **{f"EMA@{t}": emas.get(t) for t in at},
-        **{f"to {target:g}%": (first or [None])[0] for target, first in reached.items()},
+        **reached,
         "s/round": statistics.median(map(seconds, rows)),
         "train s/round": statistics.median(row["seconds"].get("train", 0) for row in rows),
         "MB/round": statistics.fmean(map(traffic, rows)) / 1e6,
@@ -205,9 +204,9 @@ def method_label(group, groups):
 
 def code_labels(group, groups):
     """Return what tells a group's code from that of groups with its script and flags, as texts."""
-    own, flags = group.code, decisive_flags(group.flags)
+    own, flags = group.runs[0].code, decisive_flags(group.flags)
     same = (g for g in groups if g.script == group.script and decisive_flags(g.flags) == flags)
-    codes = [other.code for other in same]
+    codes = [other.runs[0].code for other in same]
     parts = sorted({k for code in codes for k in code | own if code.get(k) != own.get(k)})
     return [f"{part}={own.get(part, 'none').replace(' ', ' #')}" for part in parts]
 
@@ -222,6 +221,6 @@ def shared_setting(groups):
         idle.add("alpha")
     idle |= {"similarity", "labels", "shards"} - {flags["partition"]}
     shared = {flag: flags.get(flag) for flag in named if flag not in idle}
-    augments = {augment_of(run) for group in groups for run in group.runs}
+    augments = {decisive_flags(g.flags)["augment"] for g in groups}
     shared["augment"] = augments.pop() if len(augments) == 1 else None
     return ", ".join(f"{k} {as_text(v)}" for k, v in shared.items() if v is not None)

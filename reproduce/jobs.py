@@ -212,6 +212,8 @@ def line_left(folder, command):
     if not whole or len(run.rows) < call.args.rounds:
         return [*line, "--resume"]
     flags = common.flag_values(call.args)
+    if flags["augment"] == run.config["flags"]["augment"]:  # auto, which the data have settled
+        flags["augment"] = run.flags["augment"]
     asked, began = decisive_flags(flags), decisive_flags(run.flags)
     for flag, least in ("client_test", False), ("save_clients", False), ("metric", "accuracy"):
         if flags[flag] != least and run.flags[flag] == least:  # what it asks for was not measured

@@ -72,15 +72,11 @@ def line_of(cell, found, groups):
 def shown(line):
     """Return a line of published_lines() for the eye."""
     deviation = f" +- {line['published_std']}" if line["published_std"] else ""
-    cells = {name: line[name] for name in ("setting", "method", "figure", "n")}
-    return {
-        "paper": f"{line['paper']} {line['table'].replace(',', ', ')}",
-        **cells,
-        "measured": line["text"],
-        "published": line["published"] + deviation,
-        "difference": line["difference"],
-        "hardware": line["hardware"],
-    }
+    paper = f"{line['paper']} {line['table'].replace(',', ', ')}"
+    line = line | {"paper": paper, "published": line["published"] + deviation}
+    line["measured"] = line["text"]
+    columns = "paper setting method figure n measured published difference hardware"
+    return {name: line[name] for name in columns.split()}
 
 
 # --- What was measured of a published number
@@ -122,22 +118,21 @@ def column(cell, own, figure, name, **asked):
 
     There are several groups where the published number is a mean over cells, FedMLB's Table 6."""
     each, n = [means(group, **asked).get(name) for group in own], own[0].count()
-    cells = sum(other.key == cell.key for other in all_cells()[cell[:2]])
-    if None in each:
-        return {"figure": figure, "value": None, "text": "-", "n": n}
-    if cells == 1:  # there is no mean of rounds of which some are censored
+    cells, value, text, whole = (
+        sum(c.key == cell.key for c in all_cells()[cell[:2]]),
+        None,
+        "-",
+        True,
+    )
+    if None not in each and cells == 1:  # there is no mean of rounds of which some are censored
         value = None if each[0].missed else each[0].mean
-        return {
-            "figure": figure,
-            "value": value,
-            "text": show_figure(name, each[0], own[0]),
-            "n": n,
-        }
-    over = Mean.of([mean.mean for mean in each])
-    n = f"{cells} subsets of n = {', '.join(sorted({group.count() for group in own}))}"
-    n = f"{over.n} of {n}" if over.n < cells else n
-    found = {"figure": figure, "value": over.mean, "text": over.show(), "n": n}
-    return found | {"whole": over.n == cells}
+        text = show_figure(name, each[0], own[0])
+    elif None not in each:
+        over = Mean.of([mean.mean for mean in each])
+        value, text, whole = over.mean, over.show(), over.n == cells
+        n = f"{cells} subsets of n = {', '.join(sorted({group.count() for group in own}))}"
+        n = n if whole else f"{over.n} of {n}"
+    return {"figure": figure, "value": value, "text": text, "n": n, "whole": whole}
 
 
 def relative_seconds(cell, metric, group, groups):
@@ -149,13 +144,12 @@ def relative_seconds(cell, metric, group, groups):
     plain = [float(numbers[metric][0]) for numbers in plain if metric in numbers]
     if not plain or base in (None, group) or not comparable(base, group):
         return []
-    kind = "training " if metric == "train_time_s" else ""
-    name = "train s/round" if kind else "s/round"
-    ratio = means(group)[name].mean / means(base)[name].mean
-    theirs = float(published[cell.key][metric][0]) / plain[0]
-    found = {"figure": f"{kind}seconds x FedAvg", "value": ratio, "text": f"{ratio:.2f}"}
-    found["n"] = group.count()
-    return [{**found, "published": f"{theirs:.2f}", "published_std": ""}]
+    kind = "train " * (metric == "train_time_s")
+    ratio = means(group)[f"{kind}s/round"].mean / means(base)[f"{kind}s/round"].mean
+    figure = f"{kind.replace(' ', 'ing ')}seconds x FedAvg"
+    theirs = {"published": f"{float(published[cell.key][metric][0]) / plain[0]:.2f}"}
+    theirs["published_std"] = ""
+    return [theirs | {"figure": figure, "value": ratio, "text": f"{ratio:.2f}", "n": group.count()}]
 
 
 def hessian_of(run):

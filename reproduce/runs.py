@@ -62,8 +62,8 @@ class Run:
 def decisive_flags(flags):
     """Return the flags that decide a result as they act, {name: value}, without the seed.
 
-    --augment is what it comes to, the file of --vectors its name, and --data-dir is there only
-    where it says which images they are."""
+    --augment is what it comes to, as far as --dataset tells, the file of --vectors its name, and
+    --data-dir is there only where it says which images they are."""
     decisive = {k: v for k, v in flags.items() if k not in MACHINE_FLAGS | {"seed"}}
     images = argparse.Namespace(dataset=flags["dataset"], augment=flags["augment"])
     decisive["augment"] = ",".join(common.resolve_augment(images)) or "none"
@@ -82,11 +82,6 @@ def as_text(value):
     return "default" if value is None else str(value)
 
 
-def augment_of(run):
-    """Return the augmentation of a Run as --augment spells it; auto as what it came to."""
-    return run.config.get("augment", decisive_flags(run.flags)["augment"])
-
-
 @functools.cache
 def shared_flags():
     """Return the shared flags at their defaults, which a run has that is older than a flag."""
@@ -101,6 +96,7 @@ def read_run(path):
     path = pathlib.Path(path)
     config = run_folder.read_config(path)
     flags = shared_flags() | config["flags"]
+    flags["augment"] = config.get("augment", flags["augment"])  # what auto came to
     flags["epochs"] = None if flags["local_steps"] else flags["epochs"]
     rows, file = run_folder.read_rows(path, config), path / "metrics.jsonl"
     if len(rows) < (file.read_bytes().count(b"\n") if file.exists() else 0):
@@ -160,10 +156,6 @@ class Group:
     @property
     def script(self):
         return self.runs[0].script
-
-    @property
-    def code(self):
-        return self.runs[0].code
 
     @property
     def complete(self):
@@ -230,10 +222,7 @@ def comparable(a, b):
 def baseline(group, groups):
     """Return fedavg.py's group in the same setting, with most flags in common; None without one."""
     setting = [flag for flag in SETTING_FLAGS if flag not in ("rounds", "data_dir")]
-
-    def in_common(other):
-        return sum(other.flags.get(flag) == group.flags.get(flag) for flag in other.flags)
-
     plain = (g for g in groups if g.script == "fedavg" and g.flags.get("server") == "avg")
-    fitting = (g for g in plain if all(g.flags.get(f) == group.flags.get(f) for f in setting))
-    return max(fitting, key=in_common, default=None)
+    fitting = [g for g in plain if all(g.flags.get(f) == group.flags.get(f) for f in setting)]
+    common_flags = [sum(g.flags.get(f) == group.flags.get(f) for f in g.flags) for g in fitting]
+    return fitting[common_flags.index(max(common_flags))] if fitting else None
