@@ -2,13 +2,13 @@
 
     python -m reproduce benchmark                     run what is missing, then show what there is
     python -m reproduce benchmark --only fedavg,moon  run these alone, by their names or scripts
-    python -m reproduce benchmark --quick             a smoke test: one partition, 5 epochs
+    python -m reproduce benchmark --quick             a smoke test: one partition, 5 rounds
     python -m reproduce benchmark --publish           keep finished runs in results/benchmark/, and
                                                       write table and picture into the docs
 
 reproduce/cells.txt has the commands ([NIID-Bench]). Run METHOD-dsK has --data-seed K and lies in
-runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. Ctrl-C and
---limit stop at any moment; the same command goes on. Finished runs alone are shown:
+runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. Finished
+runs alone are shown:
     accuracy       of the global model on the whole test set after the last round, in %
     over FedAvg    the same less that of FedAvg's run on the same partition
     worst client   accuracy of the worst client after the last round
@@ -35,61 +35,51 @@ from reproduce.runs import Group, decisive_flags, read_runs
 
 MAIN = "alpha=0.5"  # the setting whose runs are named after the method alone
 TITLES = {MAIN: "Dirichlet(0.5)", "labels=2": "Two labels a client"}
-QUICK = ["--rounds", "5", "--epochs", "1"]
 MARKS = "<!-- benchmark -->\n", "<!-- end of benchmark -->\n"
 PAGES = [jobs.ROOT / "README.md", jobs.ROOT / "docs" / "benchmark.md"]
 PICTURE = jobs.ROOT / "docs" / "benchmark.svg"
 KEPT = jobs.ROOT / "results" / "benchmark"
-CURVES = 6  # of a panel, at most
 
 
 def benchmark(args, extra):
     """Run the benchmark and show it; extra: flags of all scripts. Returns the exit code."""
-    extra = [*QUICK * args.quick, *extra]
+    extra = "--rounds 5 --epochs 1".split() * args.quick + extra
     root = pathlib.Path(args.runs, jobs.slug(f"benchmark {jobs.setting_of(extra)}"))
     cells = all_cells()["NIID-Bench", "CIFAR-10"]
-    asked = jobs.select_cells(cells, args.only)
-    runs_of = {cell: [] for cell in cells}  # {cell: [run folder, ...]}
-    commands = {}
-    for k in range(args.data_seeds or (1 if args.quick else 3)):
-        for cell in cells:
-            setting = cell.setting * (cell.setting != MAIN)
-            runs_of[cell].append(f"{jobs.slug(f'{setting} {cell.method}'.lower())}-ds{k}")
-            if cell in asked:
-                command = f"{cell.command} --data-seed {k} {shlex.join(extra)}".strip()
-                commands[root / runs_of[cell][-1]] = command
+    seeds = range(args.data_seeds or (1 if args.quick else 3))
+    names = [f"{cell.setting * (cell.setting != MAIN)} {cell.method}".lower() for cell in cells]
+    names = map(jobs.slug, names)
+    runs_of = {cell: [f"{name}-ds{k}" for k in seeds] for cell, name in zip(cells, names)}
+    commands = {
+        root / runs_of[cell][k]: f"{cell.command} --data-seed {k} {shlex.join(extra)}".strip()
+        for k in seeds
+        for cell in jobs.select_cells(cells, args.only)
+    }
     if args.publish and extra:
         raise common.UserError("argument --publish: takes the benchmark alone, without other flags")
     if args.publish and not args.dry_run:
         return publish(runs_of, root, commands)
 
     def show(_):
-        found = finished_runs(runs_of, root)
-        print_tables(found, published={} if extra else read_published())
-        draw(root / "picture.png", found)
+        settings = read_settings(runs_of, root)
+        print_tables(settings, published={} if extra else read_published())
+        draw(root / "picture.png", settings)
 
     return jobs.run_plan(jobs.Plan(commands, root), args, show)
 
 
-def finished_runs(runs_of, root):
-    """Return {cell: its finished Runs} of {cell: names of folders in root}."""
-    found = {}
+def read_settings(runs_of, root):
+    """Return {title: {cell: (its finished Runs, their pairs)}}, a setting each.
+
+    runs_of: {cell: names of folders in root}. pairs: of compare_pairs()."""
+    settings = {}
     for cell, names in runs_of.items():
         folders = [root / name for name in names if (root / name / "config.json").exists()]
-        found[cell] = [run for run in read_runs(folders, compare.warn)[0] if run.finished]
-    return found
-
-
-# --- Tables
-
-
-def settings_of(found):
-    """Return [(title, {cell: runs}, FedAvg's runs), ...] of {cell: runs}, a setting each."""
-    settings = {}
-    for cell, runs in found.items():
-        settings.setdefault(TITLES[cell.setting], {})[cell] = runs
-    # FedAvg's cell is the first one of a setting
-    return [(title, own, next(iter(own.values()))) for title, own in settings.items()]
+        runs = [run for run in read_runs(folders, compare.warn)[0] if run.finished]
+        own = settings.setdefault(TITLES[cell.setting], {})
+        plain = next(iter(own.values()))[0] if own else runs  # FedAvg's cell is the first
+        own[cell] = runs, compare_pairs(runs, plain)
+    return settings
 
 
 def compare_pairs(runs, plain):
@@ -101,29 +91,25 @@ def compare_pairs(runs, plain):
         base = bases[run.seeds]
         own, its = (figures(r, len(r.rows)) for r in (run, base))
         reached = (r["round"] for r in run.rows if (r["test_acc"] or 0) >= its["last"])
-        seconds = own["s/round"] / its["s/round"] if run.speed == base.speed else None
-        pairs.append({"over FedAvg": own["last"] - its["last"], "rounds to": next(reached, None)})
-        pairs[-1] |= {"s": seconds, "MB": own["MB/round"] / its["MB/round"]}
+        pair = {"over FedAvg": own["last"] - its["last"], "rounds to": next(reached, None)}
+        pair["s"] = own["s/round"] / its["s/round"] if run.speed == base.speed else None
+        pairs.append({**pair, "MB": own["MB/round"] / its["MB/round"]})
     return pairs
 
 
-def line_of(cell, runs, plain, published):
-    """Return the line of a cell; plain: FedAvg's runs in the same setting."""
-    columns = "accuracy,over FedAvg,worst client,s,MB,rounds to".split(",")
-    line = {"method": cell.method, **dict.fromkeys(columns, "-")}
+def line_of(cell, runs, pairs, published):
+    """Return the line of a cell, with its runs and pairs of read_settings()."""
+    line = dict.fromkeys("method,accuracy,over FedAvg,worst client,s,MB,rounds to".split(","), "-")
+    line["method"] = cell.method
     line["published"] = published.get(cell.key, {}).get("acc", ["-"])[0]
-    if not runs:
-        return line | {"accuracy": "not run"}
     each = [figures(run, len(run.rows)) for run in runs]
-    pairs = compare_pairs(runs, plain)
-    mean = {name: Mean.of([pair[name] for pair in pairs]) for name in (pairs or [{}])[0]}
-    line["accuracy"] = with_n(Mean.of([own["last"] for own in each]))
+    line["accuracy"] = with_n(Mean.of([own["last"] for own in each])) if runs else "not run"
     line["worst client"] = with_n(Mean.of([own.get("worst client") for own in each]))
-    if pairs and runs != plain:
-        line["over FedAvg"] = with_n(mean["over FedAvg"], "+.2f")
     if pairs:
+        mean = {name: Mean.of([pair[name] for pair in pairs]) for name in pairs[0]}
         line |= {name: f"{mean[name].mean:.2f}x" for name in ("s", "MB") if mean[name].n}
         line["rounds to"] = show_censored(mean["rounds to"], runs[0].flags["rounds"])
+        line["over FedAvg"] = with_n(mean["over FedAvg"], "+.2f") * (cell.method != "FedAvg") or "-"
     return line
 
 
@@ -132,103 +118,91 @@ def with_n(mean, form=".2f"):
     return f"{mean.show(form, '.2f')} ({mean.n})" if mean.n else "-"
 
 
-def print_tables(found, published, markdown=False):
-    """Print a table a setting of {cell: runs}; published: of read_published()."""
-    for title, own, plain in settings_of(found):
-        lines = [line_of(cell, runs, plain, published) for cell, runs in own.items()]
+def print_tables(settings, published, markdown=False):
+    """Print a table of each of read_settings(); published: of read_published()."""
+    for title, own in settings.items():
+        lines = [line_of(cell, *found, published) for cell, found in own.items()]
         print(f"\n{title}:\n\n{table(lines, markdown)}")
 
 
-# --- The picture
-
-
-def draw(path, found):
-    """Write the picture of {cell: runs}, of settings in which FedAvg and another have run."""
-    settings = []
-    for title, own, plain in settings_of(found):
-        shown = {}
-        for cell, runs in own.items():
-            if pairs := compare_pairs(runs, plain):
-                shown[cell.method] = Group(runs, []), [pair["over FedAvg"] for pair in pairs]
-        settings += [(title, shown)] * (len(shown) > 1)
-    if settings:
-        pictures.write(path, draw_settings, settings)
+def draw(path, settings):
+    """Write the picture of read_settings() in which FedAvg and another have run."""
+    found = {t: {c.method: f for c, f in own.items() if f[1]} for t, own in settings.items()}
+    drawn = {title: own for title, own in found.items() if len(own) > 1}
+    if drawn:
+        pictures.write(path, draw_settings, drawn)
 
 
 def draw_settings(plt, settings):
     """Return a figure with two panels a setting: curves, and differences from FedAvg.
 
-    settings: [(title, {method: (Group, its differences)}), ...]"""
+    settings: {title: {method: (runs, pairs)}}"""
     size = 9, 3.6 * len(settings)
     figure, axes = plt.subplots(len(settings), 2, figsize=size, squeeze=False, layout="constrained")
-    for (left, right), (title, shown) in zip(axes, settings):
-        order = sorted(shown, key=lambda method: Mean.of(shown[method][1]).mean)  # best last
-        draw_accuracies(left, order, shown)
-        draw_differences(right, order, shown)
+    for (left, right), (title, found) in zip(axes, settings.items()):
+        gains = {k: [pair["over FedAvg"] for pair in pairs] for k, (_, pairs) in found.items()}
+        gains = dict(sorted(gains.items(), key=lambda item: Mean.of(item[1]).mean))  # best last
+        best = [method for method in reversed(gains) if method != "FedAvg"]
+        draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best[:5]]})
+        draw_differences(right, gains)
         left.set_title(title)
         for ax in (left, right):
             ax.grid(color="0.92")
     return figure
 
 
-def draw_accuracies(ax, order, shown):
-    """Draw the mean curves of FedAvg and the best others, from a fifth of the rounds on."""
-    others = [method for method in reversed(order) if method != "FedAvg"]
-    for i, method in enumerate(["FedAvg", *others[: CURVES - 1]]):
-        points = curve(shown[method][0], "rounds", "test_acc")
+def draw_accuracies(ax, runs):
+    """Draw the mean curve of each of {method: runs}, from a fifth of the rounds on."""
+    for (method, own), colour in zip(runs.items(), pictures.COLOURS):
+        points = curve(Group(own, []), "rounds", "test_acc")
         rounds, means = zip(*((x, mean.mean) for x, mean in points[len(points) // 5 :]))
-        ax.plot(rounds, means, label=method, color=pictures.COLOURS[i])
+        ax.plot(rounds, means, label=method, color=colour)
     ax.set(xlabel="communication rounds", ylabel="test accuracy (%)")
     ax.legend(fontsize="small")
 
 
-def draw_differences(ax, order, shown):
-    """Draw each method's differences, their mean, and two deviations about it."""
-    for i, method in enumerate(order):
-        gains = shown[method][1]
-        mean = Mean.of(gains)
-        ax.plot(gains, [i] * mean.n, ".", color="0.6")
+def draw_differences(ax, gains):
+    """Draw each method's differences, {method: [number]}, their mean, and two deviations of it."""
+    for i, own in enumerate(gains.values()):
+        mean = Mean.of(own)
+        ax.plot(own, [i] * mean.n, ".", color="0.6")
         bar = 2 * mean.std if mean.std is not None else None
         ax.errorbar(mean.mean, i, xerr=bar, fmt="o", color=pictures.COLOURS[0], capsize=2)
-    ax.set_yticks(range(len(order)), [f"{m} ({len(shown[m][1])})" for m in order])
+    ax.set_yticks(range(len(gains)), [f"{method} ({len(own)})" for method, own in gains.items()])
     ax.axvline(0, color="0.5", linewidth=0.8)
     ax.set_xlabel("accuracy over FedAvg's on the same partitions (n):\neach, mean, two deviations")
-
-
-# --- --publish
 
 
 def publish(runs_of, root, commands):
     """Keep the finished runs in root, and write those kept into the PAGES that have the MARKS.
 
     Raises UserError for a run whose flags are not those of its command."""
-    for run in sum(finished_runs(runs_of, root).values(), []):
+    settings = read_settings(runs_of, root)
+    for run in (run for own in settings.values() for runs, _ in own.values() for run in runs):
         config = run.config | {"flags": decisive_flags(run.flags)}
         asked = decisive_flags(parsed_flags(commands[run.path]))
         run_folder.check_same(run.path, config, "flags", asked)
         keep(run)
-    found = finished_runs(runs_of, KEPT)
-    draw(PICTURE, found)
+    settings = read_settings(runs_of, KEPT)
+    draw(PICTURE, settings)
     for page in PAGES:
+        picture = PICTURE.relative_to(page.parent)
+
+        def print_page(picture=picture):
+            print_tables(settings, read_published(), markdown=True)
+            if PICTURE.exists():
+                print(f"\n![Curves, and accuracy over FedAvg's]({picture})")
+
         if MARKS[0] in page.read_text():
-            place = PICTURE.relative_to(page.parent)
-            compare.replace_section(page, lambda at=place: print_page(found, at), MARKS)
+            compare.replace_section(page, print_page, MARKS)
     return 0
-
-
-def print_page(found, picture):
-    """Print what a page shows of {cell: runs}, and the picture, if there is one."""
-    print_tables(found, read_published(), markdown=True)
-    if PICTURE.exists():
-        print(f"\n![Curves, and accuracy over FedAvg's]({picture})")
 
 
 def keep(run):
     """Write to KEPT what tables need of a run: config.json, without its place, and the rows."""
     folder = KEPT / run.path.name
     folder.mkdir(parents=True, exist_ok=True)
-    rows = (run.path / "metrics.jsonl").read_bytes()
     flags = run.config["flags"] | {"out": f"results/benchmark/{folder.name}"}
     text = json.dumps(run_folder.sealed(run.config | {"flags": flags}), indent=1)
     run_folder.write_atomically(folder / "config.json", f"{text}\n".encode())
-    run_folder.write_atomically(folder / "metrics.jsonl", rows)
+    run_folder.write_atomically(folder / "metrics.jsonl", (run.path / "metrics.jsonl").read_bytes())

@@ -59,9 +59,6 @@ def warn(line):
     print(f"reproduce.compare: {line}", file=sys.stderr)
 
 
-# --- The report
-
-
 def main_table(groups, names, at, targets):
     """Return the table of all rows, as (lines for the eye, lines for the CSV)."""
     columns = ["last", "best", "EMA", *(f"EMA@{t}" for t in at), "last five", "their deviation"]
@@ -166,9 +163,6 @@ def replace_section(path, make, marks=MARKS):
         run_folder.write_atomically(path.resolve(), page.encode())
         path.chmod(mode)
     return damaged
-
-
-# --- Flags
 
 
 def percentages(text):

@@ -146,9 +146,6 @@ def curve(group, x, key):
     return points
 
 
-# --- The rows of a table: what each says of its setting and method, and what they all share
-
-
 class Row(NamedTuple):
     setting: str
     method: str

@@ -79,9 +79,6 @@ def shown(line):
     return {name: line[name] for name in columns.split()}
 
 
-# --- What was measured of a published number
-
-
 def measure(cell, metric, own, groups):
     """Return what own, groups of a cell's flags, measured of a published metric, as dicts.
 

@@ -120,9 +120,6 @@ def read_runs(paths, warn):
     return runs, damaged
 
 
-# --- Groups of runs
-
-
 @dataclasses.dataclass
 class Group:
     """The runs of one row, and how many of their rounds count.
