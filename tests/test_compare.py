@@ -10,7 +10,6 @@ from makers import (
     CELLS,
     PLAIN,
     ROOT,
-    is_refused,
     make_run,
     read_rows,
     run_compare,
@@ -122,17 +121,6 @@ def test_the_table_says_on_what_best_is_picked(tmp_path, capsys):
         assert [row.partition("30.00  ")[2].split()[0] for row in rows] == best
 
 
-def test_a_method_s_report_can_be_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    run = make_run(tmp_path / "a", largest_step=0.5)
-    argv = [run, "--plot", tmp_path / "x.png", "--y", "largest_step,accuracy"]
-    assert run_compare(capsys, *argv)[0] == 0 and (tmp_path / "x.png").exists()
-    code, _, err = run_compare(capsys, run, "--y", "largest_stap", "--plot", tmp_path / "y.png")
-    assert code == 2 and "argument --y: 'largest_stap' is none of accuracy, ema" in err
-    assert ", largest_step, " in err
-    assert not (tmp_path / "y.png").exists()
-
-
 def test_n_is_of_seeds_or_of_partitions(tmp_path, capsys):
     """Runs of which each has a partition of its own are a row, which says so; others are not."""
     runs = {
@@ -196,24 +184,35 @@ def test_runs_that_were_stopped_are_finished(tmp_path, capsys):
     )
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
-    run = make_run(tmp_path / "a")
-    (tmp_path / "old.csv").write_text("x")
-    before = (run / "metrics.jsonl").read_bytes()
-    for flag, path, message in (
-        ("--csv", tmp_path / "old.csv", "exists already"),
-        ("--csv", run / "metrics.jsonl", "exists"),
-        ("--csv", tmp_path / "no" / "x", "there is no folder"),
-        ("--plot", tmp_path / "old.csv", "exists already"),
-    ):
-        assert is_refused(run_compare(capsys, run, flag, path), message, flag)
-    assert (tmp_path / "old.csv").read_text() == "x"
-    assert (run / "metrics.jsonl").read_bytes() == before
+REFUSALS = [
+    ("a --csv old.csv", "argument --csv: old.csv exists already"),
+    ("a --csv a/metrics.jsonl", "argument --csv: a/metrics.jsonl exists already"),
+    ("a --csv no/x", "argument --csv: no/x: there is no folder"),
+    ("a --plot old.csv", "argument --plot: old.csv exists already"),
+    ("a --into no.md", "argument --into: no.md cannot be read"),
+    ("a --into empty.md", "argument --into: empty.md has no line"),
+    ("a --into turned.md", "argument --into: turned.md has no line"),
+    ("a --into open.md", "argument --into: open.md has no line"),
+    ("empty", "no run with a finished round to compare"),
+]
 
 
-@pytest.mark.parametrize(
-    "paper, table", [("rFedAvg", "I"), ("FedAlign", "5"), ("FedCKA", "4"), ("FedMLB", "6")]
-)
+@pytest.mark.parametrize("words, message", REFUSALS)
+def test_refusals(tmp_path, capsys, monkeypatch, words, message):
+    """Nothing is overwritten, and no page without its marks is changed."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "empty", accuracies=())
+    texts = {"old.csv": "x", "empty.md": "", "open.md": MARKS[0], "turned.md": "".join(MARKS[::-1])}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    code, out, err = run_compare(capsys, *words.split())
+    assert code == 2 and not out and message in err.splitlines()[-1]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+@pytest.mark.parametrize("paper, table", [("rFedAvg", "I"), ("FedAlign", "5"), ("FedMLB", "6")])
 def test_runs_without_an_evaluation_yet(tmp_path, capsys, paper, table):
     """--eval-every leaves rows without accuracy: they have seconds and bytes, and no accuracy."""
     command = CELLS[paper, table][0].command
@@ -227,19 +226,7 @@ def test_runs_without_an_evaluation_yet(tmp_path, capsys, paper, table):
         assert run_compare(capsys, run, "--plot", tmp_path / f"{x[0]}.png", "--x", x)[0] == 0
 
 
-# --------------------------------------------------------------------------------------------------
-# --into
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["", "\n".join(MARKS[::-1]), MARKS[0]])
-def test_a_page_without_its_marks(tmp_path, capsys, text):
-    run = make_run(tmp_path / "run")
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    assert is_refused(run_compare(capsys, run, "--into", page), "argument --into")
-    assert page.read_text() == text
-    assert "argument --into" in run_compare(capsys, run, "--into", tmp_path / "no.md")[2]
+# --- --into
 
 
 def test_tables_go_into_a_file(tmp_path, capsys):

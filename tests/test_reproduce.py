@@ -9,6 +9,7 @@ import shlex
 import pytest
 import run_folder
 from analysis.runs import method_call
+from conftest import refusal
 from makers import (
     CELLS,
     GLYPHS,
@@ -27,17 +28,13 @@ from reproduce import compare, jobs, published
 from reproduce.cells import Cell, bare, home, parsed_flags
 from reproduce.jobs import select_cells, sweep_axis
 
-SWEEP = ["fedavg.py", *shlex.split(GLYPHS)]
-
 
 def runs_of(out):
     """Return the lines of --dry-run that train, without those of analyses."""
     return [line for line in out.splitlines() if not line.startswith("python -m analysis.cost")]
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables
-# --------------------------------------------------------------------------------------------------
+# --- Tables
 
 
 def test_dry_run_prints_what_is_left(tmp_path, capsys):
@@ -70,31 +67,23 @@ def test_analyses_are_lines_of_modules():
 
 
 @pytest.mark.parametrize(
-    "paper, table, words, methods, datasets",
+    "table, words, methods, datasets",
     [
-        ("FedMLB", "1a", "FedAvg", ["FedAvg"], ["CIFAR-100", "Tiny-ImageNet"]),
-        (
-            "FedMLB",
-            "1a",
-            "feddyn,FedDyn+FedMLB,cifar100",
-            ["FedDyn", "FedDyn+FedMLB"],
-            ["CIFAR-100"],
-        ),
-        ("FedMLB", "1a", "fedmlb,tiny-imagenet", ["FedMLB"], ["Tiny-ImageNet"]),
-        ("FedAlign", "5", "gradaug", [f"GradAug(n={n})" for n in range(1, 5)], ["CIFAR-100"]),
-        ("rFedAvg", "I", "fedavg,MNIST,rfedavg+", ["FedAvg", "rFedAvg+"], ["MNIST"]),
+        ("FedMLB 1a", "FedAvg", ["FedAvg"], ["CIFAR-100", "Tiny-ImageNet"]),
+        ("FedMLB 1a", "feddyn,FedDyn+FedMLB,cifar100", ["FedDyn", "FedDyn+FedMLB"], ["CIFAR-100"]),
+        ("FedMLB 1a", "fedmlb,tiny-imagenet", ["FedMLB"], ["Tiny-ImageNet"]),
+        ("FedAlign 5", "gradaug", [f"GradAug(n={n})" for n in range(1, 5)], ["CIFAR-100"]),
+        ("rFedAvg I", "fedavg,MNIST,rfedavg+", ["FedAvg", "rFedAvg+"], ["MNIST"]),
     ],
 )
-def test_only(paper, table, words, methods, datasets):
+def test_only(table, words, methods, datasets):
     """Methods by the table's names first, then by script, and data sets by both their names."""
-    cells = select_cells(CELLS[paper, table], words)
+    cells = select_cells(CELLS[tuple(table.split())], words)
     assert sorted({cell.method for cell in cells}) == methods
     assert sorted({cell.dataset for cell in cells}) == datasets
 
 
-# --------------------------------------------------------------------------------------------------
-# Sweeps
-# --------------------------------------------------------------------------------------------------
+# --- Sweeps
 
 
 def test_sweep_axes():
@@ -104,36 +93,27 @@ def test_sweep_axes():
     assert sweep_axis("epochs,rounds=1,200/2,100") == together
 
 
+def commands_in(out):
+    """Return the flags of the commands that --dry-run has printed."""
+    return [parsed_flags(line.removeprefix("python ")) for line in out.splitlines()]
+
+
 def test_sweeps(capsys, tmp_path):
-    argv = ["fedcka.py", "--dataset", "glyphs", "--model", "cnn", "--sweep", "layers=1,2,7"]
-    code, out, _ = run_reproduce(capsys, *argv, "--dry-run", "--runs", tmp_path)
-    flags = [parsed_flags(line.removeprefix("python ")) for line in out.splitlines()]
+    """Of one script, in a folder of its own, or of several."""
+    argv = ["--dataset", "glyphs", "--model", "cnn", "--dry-run", "--runs", tmp_path]
+    code, out, _ = run_reproduce(capsys, "fedcka.py", *argv, "--sweep", "layers=1,2,7")
+    flags = commands_in(out)
     assert code == 0 and [f["layers"] for f in flags] == [1, 2, 7]
     assert {f["model"] for f in flags} == {"cnn"}
     assert flags[0]["out"] == str(tmp_path / "sweep-fedcka-layers" / "layers1-seed0")
+    _, out, _ = run_reproduce(capsys, "fedavg.py,fedprox", *argv, "--sweep", "lr=0.1,0.2")
+    names = [f"{name}-lr{lr}-seed0" for name in ("fedavg", "fedprox") for lr in (0.1, 0.2)]
+    assert [f["out"] for f in commands_in(out)] == [
+        str(tmp_path / "compare-glyphs-cnn" / name) for name in names
+    ]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--sweep", "lr=1,2", "--sweep", "lr=3"], "share the folder"),
-        (["--sweep", "vectors=w_1,w-1"], "share the folder"),
-        (["--sweep", "lr=0.1", "--seed", "1"], "set by reproduce"),
-        (["--sweep", "lr=0.1", "--out=x"], "set by reproduce"),
-        (["--sweep", "lr=0.1", "--resume"], "set by reproduce"),
-        (["--sweep", "seed=1,2"], "set by reproduce"),
-        (["--sweep", "data-seed=1,2", "--data-seeds", "2"], "set by reproduce"),
-    ],
-)
-def test_sweeps_that_are_refused(capsys, tmp_path, words, message):
-    """Points that cannot be told apart, and a sweep's own seeds and folders."""
-    result = run_reproduce(capsys, *SWEEP, *words, "--runs", tmp_path, "--dry-run")
-    assert is_refused(result, message)
-
-
-# --------------------------------------------------------------------------------------------------
-# Scripts side by side
-# --------------------------------------------------------------------------------------------------
+# --- Scripts side by side
 
 SIDE_BY_SIDE = "fedavg.py,moon.py,fedalign.py --lr 0.01 --augment crop,flip, fedprox.py"
 SETTING = "compare-glyphs-cnn-alpha0.1-clients2-epochs1"
@@ -143,14 +123,10 @@ def test_scripts_side_by_side(tmp_path, capsys):
     """Each with the flags of all and its own, in a folder of the setting; seed 0 of all first."""
     argv = [SIDE_BY_SIDE, *shlex.split(GLYPHS), "--alpha", "0.1", "--runs", tmp_path, "--dry-run"]
     code, out, _ = run_reproduce(capsys, *argv, "--seeds", "2")
-    lines = [line.removeprefix("python ") for line in out.splitlines()]
-    flags = [parsed_flags(line) for line in lines]
-    assert code == 0 and [line.split()[0] for line in lines] == 2 * [
-        "fedavg.py",
-        "moon.py",
-        "fedalign.py",
-        "fedprox.py",
-    ]
+    flags = commands_in(out)
+    scripts = [line.split()[1] for line in out.splitlines()]
+    assert code == 0
+    assert scripts == 2 * ["fedavg.py", "moon.py", "fedalign.py", "fedprox.py"]
     assert [f["seed"] for f in flags] == 4 * [0] + 4 * [1]
     assert {(f["alpha"], f["clients"], f["data_seed"]) for f in flags} == {(0.1, 2, 0)}
     assert [f["augment"] for f in flags[:4]] == ["auto", "auto", "crop,flip", "auto"]
@@ -163,8 +139,8 @@ def test_a_setting_is_a_folder_whatever_the_order_of_its_flags(tmp_path, capsys)
 
     def folder(*words):
         argv = ["fedavg.py", *words, "--runs", tmp_path, "--dry-run"]
-        (line,) = run_reproduce(capsys, *argv)[1].splitlines()
-        path = pathlib.Path(parsed_flags(line.removeprefix("python "))["out"])
+        (flags,) = commands_in(run_reproduce(capsys, *argv)[1])
+        path = pathlib.Path(flags["out"])
         assert path.name == "fedavg-seed0"
         return path.parent.name
 
@@ -177,20 +153,11 @@ def test_a_setting_is_a_folder_whatever_the_order_of_its_flags(tmp_path, capsys)
     assert len(set(long)) == 2 and all(len(name) < 120 for name in long)
 
 
-def test_a_grid_of_scripts_and_a_flag(tmp_path, capsys):
-    argv = ["fedavg.py,fedprox.py", *shlex.split(GLYPHS), "--sweep", "lr=0.1,0.2", "--dry-run"]
-    _, out, _ = run_reproduce(capsys, *argv, "--runs", tmp_path)
-    folders = [pathlib.Path(line.split()[-1]).name for line in out.splitlines()]
-    assert folders == [
-        f"{name}-lr{lr}-seed0" for name in ("fedavg", "fedprox") for lr in (0.1, 0.2)
-    ]
-
-
 def test_data_seeds_vary_the_partition_too(tmp_path, capsys):
     """The first is the run of --seeds; a table's runs as well."""
     tail = ["--data-seeds", "3", "--runs", tmp_path, "--dry-run"]
     _, out, _ = run_reproduce(capsys, "fedavg.py", *shlex.split(GLYPHS), *tail)
-    flags = [parsed_flags(line.removeprefix("python ")) for line in out.splitlines()]
+    flags = commands_in(out)
     assert [(f["seed"], f["data_seed"]) for f in flags] == [(0, 0), (1, 1), (2, 2)]
     names = [pathlib.Path(f["out"]).name for f in flags]
     assert names == ["fedavg-seed0", "fedavg-seed1-data1", "fedavg-seed2-data2"]
@@ -222,47 +189,48 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
     assert code == 0 and started == 3 * ["fedprox.py"] and "9 of 9 runs finished" in out
 
 
-# --------------------------------------------------------------------------------------------------
-# Command lines
-# --------------------------------------------------------------------------------------------------
+# --- Command lines
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["fedfoo", "1"], "fedfoo is no method script here, nor one of fedalign, fedcka, fedmlb"),
-        (["fedalign", "9"], "FedAlign has 1, 2, 3"),
-        (
-            ["fedalign", "5", "--only", "fedmlb"],
-            "no cell of 'fedmlb' in this table: FedAvg, FedProx",
-        ),
-        (["fedalign", "5", "--only", ""], "argument --only"),
-        (["fedalign", "5", "--limit", "0"], "--limit"),
-        (["common.py", "--sweep", "lr=1"], "no method script"),
-        (["fedavg.py,common.py"], "common.py is no method script"),
-        (["fedavg.py,fedfoo.py --lr 1"], "fedfoo.py is no method script"),
-        (["fedavg.py,fedavg.py"], "two runs would share the folder"),
-        (["fedavg.py", "--seeds", "2", "--data-seeds", "2"], "--data-seeds: varies --seed too"),
-        (["fedavg.py", "--data-seed", "1", "--data-seeds", "2"], "set by reproduce"),
-        (["fedavg.py,fedprox.py --out x"], "--out: set by reproduce"),
-        (["fedavg.py", "--sweep", "lr"], "takes FLAG=a,b"),
-        (["fedavg.py", "--sweep", "a,b=1,2/3"], "takes FLAG=a,b"),
-        (["fedalign", "5", "--sweep", "lr=1"], "--sweep: not of a paper's table; fedalign.py is"),
-        (["fedmlb", "1a", "--lr", "1"], "--lr: not of a paper's table; fedmlb.py is the script"),
-        (["niid-bench", "cifar-10", "--lr", "1"], "--lr: not of a paper's table"),
-        (["./fedavg.py", "1"], "unrecognized arguments: 1"),
-        (["fedalign", "--lr", "1"], "argument --lr: not of a paper's table"),
-        (["rfedavg", "fig9", "--csv", "x.csv"], "fig9 has parts; name one of fig9a, fig9b"),
-    ],
-)
-def test_mistakes_get_one_line(capsys, tmp_path, argv, message):
-    result = run_reproduce(capsys, *argv, "--runs", tmp_path, "--dry-run")
+REFUSALS = [
+    ("fedfoo 1", "fedfoo is no method script here, nor one of fedalign, fedcka, fedmlb"),
+    ("common.py --sweep lr=1", "no method script"),
+    ("fedavg.py,common.py", "common.py is no method script"),
+    ("'fedavg.py,fedfoo.py --lr 1'", "fedfoo.py is no method script"),
+    ("fedavg.py,fedavg.py", "two runs would share the folder"),
+    ("fedavg --sweep lr=1,2 --sweep lr=3", "two points would share the folder"),
+    ("fedavg --sweep vectors=w_1,w-1", "share the folder"),
+    ("fedavg --sweep lr", "takes FLAG=a,b"),
+    ("fedavg --sweep a,b=1,2/3", "takes FLAG=a,b"),
+    ("fedavg --sweep lr=0.1,no", "fedavg.py: argument --lr: must be a number"),
+    ("fedavg --seed 1", "argument --seed: set by reproduce"),
+    ("fedavg --out=x", "argument --out: set by reproduce"),
+    ("'fedavg.py,fedprox.py --resume'", "argument --resume: set by reproduce"),
+    ("fedavg --sweep seed=1,2", "argument --seed: set by reproduce"),
+    ("fedavg --sweep data-seed=1,2 --data-seeds 2", "argument --data-seed: set by reproduce"),
+    ("fedavg --seeds 2 --data-seeds 2", "--data-seeds: varies --seed too"),
+    ("./fedavg.py 1", "unrecognized arguments: 1"),
+    ("fedalign 9", "FedAlign has 1, 2, 3"),
+    ("fedalign 5 --only fedmlb", "no cell of 'fedmlb' in this table: FedAvg, FedProx"),
+    ("fedalign 5 --only ''", "argument --only"),
+    ("fedalign 5 --limit 0", "--limit"),
+    ("fedalign 5 --sweep lr=1", "--sweep: not of a paper's table; fedalign.py is the script"),
+    ("fedalign --lr 1", "argument --lr: not of a paper's table"),
+    ("niid-bench cifar-10 --lr 1", "--lr: not of a paper's table"),
+    ("rfedavg fig9 --csv x.csv", "fig9 has parts; name one of fig9a, fig9b"),
+    ("fedavg --csv there.csv", "argument --csv: there.csv exists already"),
+    ("fedavg --plot x.docx", "must end in one of"),
+]
+
+
+@pytest.mark.parametrize("words, message", REFUSALS)
+def test_mistakes_get_one_line(capsys, tmp_path, monkeypatch, words, message):
+    """before any run."""
+    monkeypatch.setattr(jobs, "run_child", lambda *_: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.csv").touch()
+    result = run_reproduce(capsys, *shlex.split(words), "--runs", tmp_path)
     assert is_refused(result, "reproduce: error: ", message)
-
-
-def test_a_mistake_in_a_script_s_flag_is_the_script_s(capsys, tmp_path):
-    argv = ["fedavg.py", "--sweep", "lr=0.1,no", "--runs", tmp_path, "--dry-run"]
-    assert is_refused(run_reproduce(capsys, *argv), "fedavg.py: argument --lr: must be a number")
 
 
 @pytest.mark.parametrize("module", [command_module, compare])
@@ -272,73 +240,58 @@ def test_help_begins_with_the_description(capsys, module):
     assert capsys.readouterr().out.startswith(module.__doc__.splitlines()[0])
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--csv", "there.csv"], "exists already"),
-        (["--plot", "x.docx"], "must end in one of"),
-    ],
-)
-def test_outputs_are_checked_before_any_run(tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(jobs, "run_all", lambda *_: pytest.fail("started"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.csv").touch()
-    if "--plot" in words:
-        pytest.importorskip("matplotlib")
-    argv = ["fedprox.py", *shlex.split(GLYPHS), "--sweep", "mu=1", "--runs", tmp_path]
-    assert is_refused(run_reproduce(capsys, *argv, *words), message)
+# --- What is there
 
 
-# --------------------------------------------------------------------------------------------------
-# What is there
-# --------------------------------------------------------------------------------------------------
+KEPT = [  # more flags, and what is told then: a refusal, --resume, or "" of a finished run
+    ("", ""),
+    ("--workers=2", ""),
+    ("--augment=none", ""),
+    ("--data-dir=x", ""),
+    ("--rounds 9", "--resume"),
+    ("--rounds 3", "another --rounds (4, now 3)"),
+    ("--lr 0.5", "another --lr (0.03, now 0.5)"),
+    ("--client-test", "another --client-test (False, now True)"),
+    ("--metric all", "another --metric (accuracy, now all)"),
+]
 
 
-@pytest.fixture
-def swept(tmp_path, capsys):
-    """The folder of a run in a sweep, and a function that runs the sweep with more flags."""
+def test_what_is_finished(tmp_path, capsys):
+    """The folder and the flag are named, if it decides; others may differ.
+
+    A run without its last weights goes on; not a record, of which nothing else is kept.
+    """
     folder = tmp_path / "sweep-fedavg-momentum" / "momentum0-seed0"
     make_run(folder, f"fedavg.py {GLYPHS} --momentum 0 --lr 0.03")
-
-    def sweep(*more):
-        argv = [*SWEEP, "--sweep", "momentum=0", "--lr", "0.03", "--runs", tmp_path, "--dry-run"]
-        return run_reproduce(capsys, *argv, *more)
-
-    return folder, sweep
-
-
-def test_a_run_with_other_flags_is_not_finished(swept):
-    """The folder and the flag are named, if it decides; others may differ."""
-    folder, sweep = swept
-    assert is_refused(sweep("--lr", "0.5"), "another --lr (0.03, now 0.5)", str(folder))
-    assert is_refused(sweep("--rounds", "3"), "another --rounds (4, now 3)", str(folder))
-    assert is_refused(sweep("--client-test"), "another --client-test (False, now True)")
-    for more in ("--workers=2", "--augment=none", "--data-dir=x"):
-        assert sweep(more)[:2] == (0, "")
-
-
-def test_a_run_of_other_code_is_not_finished(swept):
-    folder, sweep = swept
+    argv = ["fedavg", *shlex.split(GLYPHS), "--sweep", "momentum=0", "--lr", "0.03"]
+    argv += ["--runs", tmp_path, "--dry-run"]
+    for more, told in KEPT:
+        code, out, err = run_reproduce(capsys, *argv, *shlex.split(more))
+        refused = told.startswith("another")
+        assert (code == 2 and str(folder) in err and told in err) if refused else code == 0, more
+        assert out.endswith(f"{told}\n") if told == "--resume" else not out, more
     code = run_folder.code_of(method_call("fedavg").method)
     write_config(folder, code=code)
-    assert sweep()[:2] == (0, "")
+    assert run_reproduce(capsys, *argv)[:2] == (0, "")
     write_config(folder, code=code | {"aggregate": "median 1"})
-    assert is_refused(sweep(), "another aggregate", "median 1", str(folder))
-
-
-def test_what_is_not_finished_goes_on(swept):
-    """More rounds, a run without its last weights; not a record, of which nothing else is kept."""
-    folder, sweep = swept
-    assert sweep("--rounds", "9")[1].endswith("--resume\n")
+    assert is_refused(run_reproduce(capsys, *argv), "another aggregate", "median 1", str(folder))
     (folder / "model.pt").unlink()
-    assert sweep()[1].endswith("--resume\n")
+    assert run_reproduce(capsys, *argv)[1].endswith("--resume\n")
+    write_config(folder, code=code)
     (folder / "checkpoint.pt").unlink()
-    assert sweep()[1] == ""
+    assert run_reproduce(capsys, *argv)[1] == ""
 
 
-# --------------------------------------------------------------------------------------------------
-# Whole tables, whose runs are made by hand
-# --------------------------------------------------------------------------------------------------
+def test_auto_is_what_it_came_to(tmp_path):
+    """For grey images none, which the flags do not tell."""
+    command = "fedavg.py --dataset folder --rounds 4"
+    folder = write_config(make_run(tmp_path / "a", command), augment="none")
+    for more in ("", " --augment none"):
+        assert jobs.line_left(folder, command + more) == []
+    assert "another --augment" in refusal(jobs.line_left, folder, f"{command} --augment crop")
+
+
+# --- Whole tables, whose runs are made by hand
 
 
 def make_child(line, *_):
@@ -417,19 +370,19 @@ def test_analyses_follow_finished_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "run_child", run_child)
     argv = ["fedalign", "1", "--runs", tmp_path]
     assert run_reproduce(capsys, *argv)[0] == 0
-    assert lines == [(["hessian_eval.py", str(a), str(b), "--diagonal", "tensor"], math.inf)]
     (a / "hessian.json").write_text('{"round": 4}')
     code, _, err = run_reproduce(capsys, *argv)
     assert code == 1 and "hessian_eval.py" in err
-    assert lines[1][0] == ["hessian_eval.py", str(b), "--diagonal", "tensor"]
     code, out, _ = run_reproduce(capsys, *argv, "--limit", "1")
     assert code == 0 and lines[2][1] < math.inf and "--limit is reached" in out
     (b / "hessian.json").write_text('{"round": 4}')
     assert run_reproduce(capsys, *argv)[0] == 0 and len(lines) == 3
     (b / "hessian.json").write_text('{"round": 3}')  # of 4
     code, _, err = run_reproduce(capsys, *argv)
-    assert code == 0 and lines[3][0] == ["hessian_eval.py", str(b), "--diagonal", "tensor"]
-    assert "B" in err and "hessian.json: left out" in err
+    assert code == 0 and "B" in err and "hessian.json: left out" in err
+    runs = [[a, b], [b], [b], [b]]
+    analysis = [["hessian_eval.py", *map(str, own), "--diagonal", "tensor"] for own in runs]
+    assert [line for line, _ in lines] == analysis
 
 
 def test_a_run_that_goes_on_is_analysed_again(tmp_path, monkeypatch, capsys):
@@ -441,30 +394,14 @@ def test_a_run_that_goes_on_is_analysed_again(tmp_path, monkeypatch, capsys):
     assert out.splitlines()[-1] == f"python hessian_eval.py {run}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Figures
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "paper, figure", [("rFedAvg", "fig9a"), ("rFedAvg", "fig9d"), ("FedMLB", "fig4")]
-)
-def test_a_figure_is_drawn(tmp_path, capsys, paper, figure):
-    """9a and 9d each against its own flag, 4 against seconds a round."""
-    pytest.importorskip("matplotlib")
-    folders = {cell_folder(tmp_path, home(cell)): home(cell) for cell in CELLS[paper, figure]}
-    for folder, cell in folders.items():
-        make_cell_run(folder, cell, 1.0)
-    code, out, _ = run_reproduce(capsys, paper.lower(), figure, "--runs", tmp_path)
-    assert code == 0 and f"{len(folders)} of {len(folders)} runs finished" in out
-    assert (tmp_path / f"{paper.lower()}-{figure}" / "picture.png").exists()
+# --- Figures
 
 
 def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
     """9a to 9d each against its own flag."""
     pytest.importorskip("matplotlib")
-    shown = []
-    monkeypatch.setattr(compare, "report", lambda *args: shown.append(args))
+    report, shown = compare.report, []
+    monkeypatch.setattr(compare, "report", lambda *args: shown.append(args) or report(*args))
     monkeypatch.setattr(jobs, "run_all", lambda *_: ({}, ""))
     for part in "abcd":
         cell = home(CELLS["rFedAvg", f"fig9{part}"][1])
@@ -478,6 +415,7 @@ def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
         ("epochs", "rfedavg-fig9c"),
         ("sample", "rfedavg-fig9d"),
     ]
+    assert all(view.plot.exists() for _, view, *_ in shown)
     _, _, names, wanted = shown[0]
     settings = {setting for labels in names.values() for setting, _ in labels}
     assert settings == {cell.label for cell in CELLS["rFedAvg", "fig9a"]}

@@ -9,14 +9,11 @@ import subprocess
 import sys
 import time
 
-from conftest import TINY
-from makers import GLYPHS, PLAIN, ROOT, make_images, make_run, read_rows
+from makers import PLAIN, ROOT, make_images, make_run, read_rows, run_reproduce
 from tqdm import tqdm
 
-from reproduce.cells import Cell
 from reproduce import jobs
 from reproduce.jobs import run_all, run_child
-from reproduce.runs import read_run
 
 ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
@@ -85,17 +82,14 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
     assert lines[0][-1] == "--quiet"
 
 
-def test_a_module_is_run(tmp_path, capfd):
+def test_a_module_is_run_and_says_itself_why_it_fails(tmp_path, capfd):
     """as the analyses are; this one is Python's own."""
     (tmp_path / "a.json").write_text("[1]")
-    assert run_child(["-m", "json.tool", "--compact", str(tmp_path / "a.json")]) == 0
-    assert capfd.readouterr().out == "[1]\n"
-
-
-def test_a_failure_says_why_itself(tmp_path, capfd):
-    flags = [*shlex.split(GLYPHS), "--dataset", "folder", "--data-dir", str(tmp_path / "no")]
-    assert run_child(["fedavg.py", *flags]) == 2
-    assert capfd.readouterr().err.startswith("fedavg.py: error: --data-dir")
+    line = ["-m", "json.tool", "--compact"]
+    assert run_child([*line, str(tmp_path / "a.json")]) == 0
+    assert run_child([*line, str(tmp_path / "b.json")]) == 2
+    out, err = capfd.readouterr()
+    assert out == "[1]\n" and "b.json" in err
 
 
 def result_rows(folder):
@@ -104,65 +98,38 @@ def result_rows(folder):
     return [{k: v for k, v in row.items() if k not in machine} for row in read_rows(folder)]
 
 
-def wait_for(path, process):
-    while process.poll() is None and not path.exists():
-        time.sleep(0.01)
+def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
+    """SIGTERM to the command alone ends its run too, which keeps its rounds.
 
-
-def test_a_table_that_was_cut_goes_on(tmp_path):
-    """The command alone gets SIGINT in its second run and is started again.
-
-    The same rows as in an uncut run; what was finished is not run again.
+    The same command makes the same rows as in an uncut run, and runs nothing again.
     """
-    flags = [*TINY, "--dataset", "folder", "--data-dir", str(make_images(tmp_path / "data", 32))]
-    flags += ["--rounds", "60", "--clients", "2", "--partition", "iid"]
-    cells = [
-        Cell("FedAlign", "5", "D", "M", "S", method, command=f"{script}.py {shlex.join(flags)}")
-        for method, script in (("FedProx", "fedprox"), ("FedAvg", "fedavg"))
-    ]
-    done, cut = (tmp_path / "fedalign-5" / f"D-M-S-{cell.method}-seed0" for cell in cells)
-    make_run(done, cells[0].command, accuracies=[1.0] * 60)
-    code = (
-        "from reproduce import __main__, cells, jobs, published\n"
-        "from reproduce.cells import Cell\n"
-        "jobs.PATIENCE = 0.1\n"
-        "jobs.texts = lambda *_: ''\n"
-        f"tables = {{('FedAlign', '5'): {cells}}}\n"
-        "cells.all_cells = jobs.all_cells = published.all_cells = lambda: tables\n"
-        f"__main__.main(['fedalign', '5', '--runs', {str(tmp_path)!r}])"
+    code = "from reproduce import __main__, jobs; jobs.PATIENCE = 0; __main__.main()"
+    flags = (
+        "--model cnn --clients 2 --rounds 40 --epochs 1 --partition iid --device cpu --workers 1"
     )
-
-    def start():
-        line = [sys.executable, "-c", code]
-        return subprocess.Popen(line, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
-
-    process = start()
-    wait_for(cut / "metrics.jsonl", process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130 and 0 < len(result_rows(cut)) < 60
-    out = start().communicate()[0]
-    assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
-    assert "2 of 2 runs finished" in out
-    whole = tmp_path / "whole"
-    importlib.import_module("fedavg").main([*flags, "--seed", "0", "--out", str(whole)])
-    assert result_rows(cut) == result_rows(whole) and len(result_rows(whole)) == 60
-
-
-def test_a_terminated_table_ends_its_run(tmp_path):
-    """SIGTERM to the command alone: the run is interrupted, keeps its rounds, and nothing runs."""
-    code = "from reproduce import __main__, jobs; jobs.PATIENCE = 0.1; __main__.main()"
-    flags = "--dataset glyphs --model cnn --clients 2 --local-steps 1 --rounds 500 --batch-size 8"
-    argv = ["fedavg.py", *flags.split(), "--sweep", "lr=0.01", "--runs", str(tmp_path)]
+    flags = ["--dataset", "folder", *flags.split(), "--eval-every", "10"]
+    flags += ["--data-dir", str(make_images(tmp_path / "data", 32))]
+    argv = ["fedprox,fedavg", *flags, "--runs", str(tmp_path)]
+    folder = tmp_path / "compare-folder-cnn-clients2-epochs1-eval-every10-partitioniid"
+    done, cut = folder / "fedprox-seed0", folder / "fedavg-seed0"
+    make_run(done, f"fedprox.py {shlex.join(flags)}", accuracies=[1.0] * 40)
     line = [sys.executable, "-c", code, *argv]
     process = subprocess.Popen(line, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
-    run = tmp_path / "sweep-fedavg-lr" / "lr0.01-seed0"
-    wait_for(run / "metrics.jsonl", process)
+    while process.poll() is None and not (cut / "metrics.jsonl").exists():
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (
-        "fedavg.py: interrupted; continue with" in err
-        and "error" not in err
-        and "the same command goes on" in err
-    )
-    assert 0 < len(read_run(run).rows) < 500
+    assert process.returncode == 130 and 0 < len(result_rows(cut)) < 40
+    assert "fedavg.py: interrupted; continue with" in err and "error" not in err
+    assert "the same command goes on" in err
+
+    def run_here(line, *_):
+        importlib.import_module(line[0].removesuffix(".py")).main(line[1:])
+        return 0
+
+    monkeypatch.setattr(jobs, "run_child", run_here)
+    out = run_reproduce(capsys, *argv)[1]
+    assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
+    assert "2 of 2 runs finished" in out
+    run_here(["fedavg.py", *flags, "--out", str(tmp_path / "whole")])
+    assert result_rows(cut) == result_rows(tmp_path / "whole") and len(result_rows(cut)) == 40
