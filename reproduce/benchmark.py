@@ -3,8 +3,7 @@
     python -m reproduce benchmark                     run what is missing, then show what there is
     python -m reproduce benchmark --only fedavg,moon  run these alone, by their names or scripts
     python -m reproduce benchmark --quick             a smoke test: one partition, 5 rounds
-    python -m reproduce benchmark --publish           keep finished runs in results/benchmark/, and
-                                                      write table and picture into the docs
+    python -m reproduce benchmark --publish           finished runs into results/ and the docs
 
 reproduce/cells.txt has the commands ([NIID-Bench]). Run METHOD-dsK has --data-seed K and lies in
 runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. Finished
@@ -47,9 +46,8 @@ def benchmark(args, extra):
     root = pathlib.Path(args.runs, jobs.slug(f"benchmark {jobs.setting_of(extra)}"))
     cells = all_cells()["NIID-Bench", "CIFAR-10"]
     seeds = range(args.data_seeds or (1 if args.quick else 3))
-    names = [f"{cell.setting * (cell.setting != MAIN)} {cell.method}".lower() for cell in cells]
-    names = map(jobs.slug, names)
-    runs_of = {cell: [f"{name}-ds{k}" for k in seeds] for cell, name in zip(cells, names)}
+    names = [f"{c.setting * (c.setting != MAIN)} {c.method} ds".lower() for c in cells]
+    runs_of = {cell: [f"{jobs.slug(name)}{k}" for k in seeds] for cell, name in zip(cells, names)}
     commands = {
         root / runs_of[cell][k]: f"{cell.command} --data-seed {k} {shlex.join(extra)}".strip()
         for k in seeds
@@ -128,8 +126,7 @@ def print_tables(settings, published, markdown=False):
 def draw(path, settings):
     """Write the picture of read_settings() in which FedAvg and another have run."""
     found = {t: {c.method: f for c, f in own.items() if f[1]} for t, own in settings.items()}
-    drawn = {title: own for title, own in found.items() if len(own) > 1}
-    if drawn:
+    if drawn := {title: own for title, own in found.items() if len(own) > 1}:
         pictures.write(path, draw_settings, drawn)
 
 
@@ -137,8 +134,8 @@ def draw_settings(plt, settings):
     """Return a figure with two panels a setting: curves, and differences from FedAvg.
 
     settings: {title: {method: (runs, pairs)}}"""
-    size = 9, 3.6 * len(settings)
-    figure, axes = plt.subplots(len(settings), 2, figsize=size, squeeze=False, layout="constrained")
+    size = {"figsize": (9, 3.6 * len(settings)), "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(settings), 2, **size)
     for (left, right), (title, found) in zip(axes, settings.items()):
         gains = {k: [pair["over FedAvg"] for pair in pairs] for k, (_, pairs) in found.items()}
         gains = dict(sorted(gains.items(), key=lambda item: Mean.of(item[1]).mean))  # best last
@@ -166,8 +163,14 @@ def draw_differences(ax, gains):
     for i, own in enumerate(gains.values()):
         mean = Mean.of(own)
         ax.plot(own, [i] * mean.n, ".", color="0.6")
-        bar = 2 * mean.std if mean.std is not None else None
-        ax.errorbar(mean.mean, i, xerr=bar, fmt="o", color=pictures.COLOURS[0], capsize=2)
+        ax.errorbar(
+            mean.mean,
+            i,
+            xerr=mean.std and 2 * mean.std,
+            fmt="o",
+            color=pictures.COLOURS[0],
+            capsize=2,
+        )
     ax.set_yticks(range(len(gains)), [f"{method} ({len(own)})" for method, own in gains.items()])
     ax.axvline(0, color="0.5", linewidth=0.8)
     ax.set_xlabel("accuracy over FedAvg's on the same partitions (n):\neach, mean, two deviations")
@@ -177,8 +180,8 @@ def publish(runs_of, root, commands):
     """Keep the finished runs in root, and write those kept into the PAGES that have the MARKS.
 
     Raises UserError for a run whose flags are not those of its command."""
-    settings = read_settings(runs_of, root)
-    for run in (run for own in settings.values() for runs, _ in own.values() for run in runs):
+    settings = read_settings(runs_of, root).values()
+    for run in (run for own in settings for runs, _ in own.values() for run in runs):
         config = run.config | {"flags": decisive_flags(run.flags)}
         asked = decisive_flags(parsed_flags(commands[run.path]))
         run_folder.check_same(run.path, config, "flags", asked)

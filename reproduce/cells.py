@@ -66,9 +66,6 @@ def parsed_flags(command):
     return common.flag_values(method_call(script.removesuffix(".py"), words).args)
 
 
-# --- Rules
-
-
 @functools.cache
 def sections():
     """Return the lines of cells.txt by section, {name: [line, ...]}, without comments."""
@@ -129,9 +126,6 @@ def command_of(cell):
         words += [part[1:] for part in parts if part.startswith("+")]
         flags |= {part.split()[0]: part for part in parts if part.startswith("--")}
     return " ".join([script, *flags.values()])
-
-
-# --- Cells
 
 
 @functools.cache

@@ -55,9 +55,6 @@ def slug(text):
     return re.sub(r"[^A-Za-z0-9.+]+", "-", text.replace("=", "")).strip("-")
 
 
-# --- Tables
-
-
 @functools.cache
 def papers():
     """Return the papers, {name in small letters: name}."""
@@ -111,9 +108,6 @@ def table_plan(args, cells):
     seeded = with_seeds(args, commands)
     names = zip(map(str, seeded), itertools.cycle(map(list, labels.values())))
     return Plan(seeded, root / f"{cells[0].paper}-{cells[0].table}".lower(), cells, dict(names))
-
-
-# --- Scripts: one or several side by side, and sweeps
 
 
 @functools.cache
@@ -195,9 +189,6 @@ def sweep_axis(text):
     return [dict(zip(flags, point)) for point in points]
 
 
-# --- What is there
-
-
 def line_left(folder, command):
     """Return the words that make or finish the run of a command in folder, [] if it is finished.
 
@@ -241,9 +232,6 @@ def analyses(plan, left):
         if "RUNS" in template and lacking:
             lines.append(template.replace("RUNS", shlex.join(lacking)))
     return [shlex.split(line) for line in lines]
-
-
-# --- Running
 
 
 def run_plan(plan, args, show):

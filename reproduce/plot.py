@@ -25,7 +25,6 @@ CURVES = ("rounds", "seconds", "bytes")
 FIGURES = ("s/round", "MB/round")  # of a round, as x
 KEYS = {"accuracy": "test_acc", "ema": "acc_ema", "worst": "client_acc_worst"}  # of --y, in rows
 EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along s/round
-LINES = ["-", "--", ":", "-."]
 
 
 def axes_of(x, y, groups):
@@ -106,7 +105,7 @@ def draw_panel(ax, lines, x, quantity):
         ax.set_xscale("log")
     for i, label, points in lines:
         turn, colour = divmod(i, len(pictures.COLOURS))
-        style = {"color": pictures.COLOURS[colour], "linestyle": LINES[turn % len(LINES)]}
+        style = {"color": pictures.COLOURS[colour], "linestyle": ["-", "--", ":", "-."][turn % 4]}
         if x in CURVES:
             draw_curve(ax, values(points, quantity, x), label, style)
         else:
@@ -147,9 +146,7 @@ def add_legend(figure, groups):
 
 
 def curves_of(picture):
-    """Return [(number of the method, (setting, method, group)), ...], what curves are of.
-
-    There is no setting where there is nothing to compare in it."""
+    """Return [(number of the method, (setting or "" where each has one, method, group)), ...]."""
     rows = figures.table_rows(picture.groups, picture.names)
     if len({row.setting for row in rows}) == len(rows):
         rows = [figures.Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
@@ -163,9 +160,8 @@ def lines_over(picture):
     """Return what is drawn against x, [("", label, [(value of x, group), ...]), ...].
 
     A line holds the groups of a method, and of a machine, that differ in x alone or, where x is a
-    figure of a round, in their effort. Groups left alone are one line if they differ in their
-    effort besides, as of epochs and rounds whose product is fixed. The value is None for a method
-    without the flag."""
+    figure of a round, in their effort. Groups left alone are one line if their effort differs too,
+    as of epochs and rounds whose product is fixed. A method without the flag has the value None."""
     x, alike, lines = picture.x, {}, {}
     moving = EFFORT if x in FIGURES else {x}
     for group in picture.groups:
@@ -191,8 +187,7 @@ def differences(groups, others, moving):
     """Return in what groups of a line differ from others, but for the flags moving, as texts."""
     silent = {*moving, *MACHINE_FLAGS, "seed", "data_dir"}
     flags = figures.differing_flags([f for f in groups[0].flags if f not in silent], others)
-    texts = [" ".join(dict.fromkeys(as_text(g.flags.get(f)) for g in groups)) for f in flags]
-    parts = [f"{flag} {text}" for flag, text in zip(flags, texts)]
+    parts = [" ".join([f, *dict.fromkeys(as_text(g.flags.get(f)) for g in groups)]) for f in flags]
     return parts[:3] + ["..."] * (len(parts) > 3) + figures.code_labels(groups[0], others)
 
 

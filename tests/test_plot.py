@@ -166,12 +166,21 @@ def test_what_can_be_drawn(tmp_path, capsys, words, message):
     assert "--y" not in words or ", largest_step, " in err
 
 
-def test_words_on_the_axis(tmp_path, capsys, drawn):
-    """Of which a missing one is a value too."""
-    groups = groups_of(tmp_path, "fedmlb.py --pathways 1,2", "fedmlb.py")
-    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "p.png", "--x", "pathways")
-    labels = [text.get_text() for text in drawn[-1].axes[0].get_xticklabels()]
-    assert labels == ["1,2", "default"]
+@pytest.mark.parametrize(
+    "x, commands, labels",
+    [
+        ("pathways", ["fedmlb.py --pathways 1,2", "fedmlb.py"], ["1,2", "default"]),
+        ("local-steps", ["fedavg.py --local-steps 3", "fedavg.py"], ["3", "default"]),
+    ],
+)
+def test_words_on_the_axis(tmp_path, capsys, drawn, x, commands, labels):
+    """Of which a missing one is a value too, beside numbers as well."""
+    groups = groups_of(tmp_path, *commands)
+    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "p.png", "--x", x)
+    ax = drawn[-1].axes[0]
+    assert [text.get_text() for text in ax.get_xticklabels()] == labels
+    points = [bars.lines[0].get_xydata().tolist() for bars in ax.containers]
+    assert sum(points, []) == [[0, 12], [1, 22]]
 
 
 CUT = "1 of {} rows are of runs that were cut, and are not drawn"

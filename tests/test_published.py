@@ -63,11 +63,14 @@ def test_a_number_over_several_cells(tmp_path, capsys):
 
 
 def test_rounds_to_a_target(tmp_path, capsys):
-    """60 - 20 x 0.9^i > 47 first at i = 5."""
+    """60 - 20 x 0.9^i > 47 first at i = 5; with a run that does not get there is no difference."""
     command = CELLS["FedMLB", "1a"][0].command
-    run = make_run(tmp_path / "avg", command, accuracies=[40.0] * 400 + [60.0] * 600)
+    run = make_run(tmp_path / "0", command, accuracies=[40.0] * 400 + [60.0] * 600)
     _, out, _ = run_compare(capsys, run)
     assert re.search(r"rounds to 47% +1 +405 +924 +-519\.00", out)
+    short = make_run(tmp_path / "1", command, seed=1, accuracies=[40.0] * 1000)
+    _, out, _ = run_compare(capsys, run, short)
+    assert re.search(r"rounds to 47% +2 +1000\+ \(1 of 2: 405\) +924 +x86_64", out)
 
 
 def test_times_are_ratios_to_fedavg(tmp_path, capsys):
