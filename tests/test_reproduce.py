@@ -347,7 +347,9 @@ def test_a_table_goes_on_after_a_failure(tmp_path, monkeypatch, capsys, code):
         return make_child(line) if line[0] == "fedprox.py" else (code if code == 2 else 134)
 
     monkeypatch.setattr(jobs, "run_child", run_child)
-    exit_code, out, err = run_reproduce(capsys, "fedalign", "1", "--runs", tmp_path)
+    argv = ["fedalign", "1", "--runs", tmp_path, "--csv", tmp_path / "x.csv"]
+    exit_code, out, err = run_reproduce(capsys, *argv)
+    assert "--csv and --plot wait" in out and not (tmp_path / "x.csv").exists()
     assert exit_code == code and started == ["fedavg.py", "fedprox.py"]
     assert "2 of 3 runs finished" in out and re.search(r"^ *B .* 9\.00 ", out, re.M)
     assert re.search(r"failed, with exit code \d+: .*D-M-S-A-seed0\n", err)
