@@ -18,13 +18,12 @@ LABELS = {  # of axes
     "accuracy": "test accuracy (%)",
     "ema": "test accuracy, EMA (%)",
     "train_loss": "training loss,\nwith the method's terms",
-    "test_loss": "test loss",
     "worst": "worst client's accuracy (%)",
 }
-CURVES = ("rounds", "seconds", "bytes")
-FIGURES = ("s/round", "MB/round")  # of a round, as x
+CURVES, FIGURES = ("rounds", "seconds", "bytes"), ("s/round", "MB/round")  # of --x
 KEYS = {"accuracy": "test_acc", "ema": "acc_ema", "worst": "client_acc_worst"}  # of --y, in rows
 EFFORT = {"rounds", "epochs", "local_steps", "batch_size"}  # what moves a run along s/round
+LINES = ["-", "--", ":", "-."]
 
 
 def axes_of(x, y, groups):
@@ -104,8 +103,7 @@ def draw_panel(ax, lines, x, quantity):
     elif xs and min(xs) > 0 and max(xs) >= 50 * min(xs):
         ax.set_xscale("log")
     for i, label, points in lines:
-        turn, colour = divmod(i, len(pictures.COLOURS))
-        style = {"color": pictures.COLOURS[colour], "linestyle": ["-", "--", ":", "-."][turn % 4]}
+        style = {"color": pictures.COLOURS[i % 8], "linestyle": LINES[i // 8 % 4]}
         if x in CURVES:
             draw_curve(ax, values(points, quantity, x), label, style)
         else:
@@ -135,8 +133,7 @@ def draw_points(ax, points, label, style):
 
 def add_legend(figure, groups):
     """Put one legend below all panels, with n and what the bands are."""
-    handles = [ax.get_legend_handles_labels()[0] for ax in figure.axes]
-    handles = {handle.get_label(): handle for handle in sum(handles, [])}
+    handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
     title = f"n = {', '.join(map(str, sorted({len(group.runs) for group in groups})))}"
     over = " or ".join(sorted({group.over for group in groups if len(group.runs) > 1}))
     title += f"; bands and bars: one standard deviation over {over}" * bool(over)
