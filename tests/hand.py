@@ -1,4 +1,4 @@
-"""What the tests of hand numbers share: steps and aggregations without a run, formulas in numpy."""
+"""What the tests of hand numbers share: networks, steps and aggregations without a run."""
 
 import copy
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from conftest import TINY, args_of
 from methods import SCRIPTS, needed
 
@@ -17,23 +16,8 @@ import extras.glyphs
 DOUBLE = {"dtype": torch.float64}
 
 
-def softmax(z):
-    e = np.exp(z - z.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
-
-
-def cross_entropy(z, y):
-    return -np.log(softmax(z)[np.arange(len(y)), y]).mean()
-
-
 def kl(p, q):
     return (p * (p / q).log()).sum(1).mean()
-
-
-def numpy_logits(net, x):
-    """Return net(x) in eval mode, an array."""
-    with torch.no_grad():
-        return copy.deepcopy(net).eval()(x).numpy()
 
 
 def two_networks(model="cnn", classes=62, **options):
@@ -151,7 +135,3 @@ def received_of(net, shifts, weights, send=None):
             send(client, i)
         received.add(client, {k: v + shift for k, v in base.items()})
     return received
-
-
-def mean_loss(net, x, y):
-    return F.cross_entropy(net(x), y)

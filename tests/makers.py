@@ -4,9 +4,7 @@ import json
 import pathlib
 import re
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import common
 import methods
@@ -92,18 +90,6 @@ def make_cell_run(folder, cell, accuracy, **more):
 def make_groups(*folders):
     """Return the Groups of run folders."""
     return group_runs([read_run(folder) for folder in folders], print)
-
-
-def make_images(root, size):
-    """Make an image folder of two classes, three training and two test images each."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 3), ("test", 2)):
-        for name in ("ape", "bee"):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(256, size=(size, size, 3)).astype(np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
-    return root
 
 
 def cells_by_method(paper, table):

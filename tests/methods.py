@@ -53,10 +53,7 @@ OFF = {  # flags that switch a method off; the others have none, or round differ
     "rfedavg_code": ["--lam", "0"],
     "ditto": [],  # whose global network is FedAvg's
 }
-RESNET = [
-    *"--model resnet56 --local-steps 2 --clients 2 --batch-size 16".split(),
-    *"--rounds 1 --eval-every 5".split(),
-]
+RESNET = "--model resnet8 --local-steps 2 --clients 2 --batch-size 16 --rounds 1".split()
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 VARIANTS = [  # each script, and its variants with a code path of their own
     *((name, "") for name in METHODS),

@@ -5,8 +5,8 @@
 
 FILE: scripts, or files of TESTS; by default all of them. Run by hand, outside the suite. Of the
 mutants of each file so many are drawn at random; the tree is copied to a temporary folder, and of
-each mutant the tests that TESTS names are run, up to the first that fails, in a fork of a process
-that has imported torch. Prints those that no test notices, and a line a file.
+each mutant the tests that TESTS names are run, up to the first that fails. Prints those that no
+test notices, and a line a file.
 """
 
 import argparse
@@ -16,27 +16,26 @@ import random
 import tempfile
 import time
 
-from mutations import ROOT, copy_tree, fork_server, run_tests
+from mutations import ROOT, copy_tree, run_tests
 
 SECONDS = 200  # that the tests of a mutant may take
-LOSSES = "fedprox moon mixup fedkd fitnet fedntd fedgkd".split()
-NETWORKS = "fedalign stochdepth gradaug fedcka".split()
-SERVERS = "scaffold feddyn qfedavg".split()
-PLANS = "hand_rfedavg off_switch flags_matter"
+SCRIPTS = {  # tests, and the scripts that they are of
+    "engine": "fedavg",
+    "hand_losses": "fedprox moon mixup fedkd fitnet fedntd fedgkd",
+    "hand_networks": "fedalign stochdepth gradaug fedcka fedmlb",
+    "hand_servers": "scaffold feddyn qfedavg",
+    "hand_servers add_a_method": "fednova",
+    "hand_rfedavg": "rfedavg rfedavg_dp rfedavg_code",
+}
+SCRIPTS = {name: tests for tests, names in SCRIPTS.items() for name in names.split()}
 TESTS = {  # file: (its tests, which of its functions; "": all)
-    "fedavg.py": ("engine off_switch", ""),
-    **{f"{name}.py": ("hand_losses off_switch flags_matter", "") for name in LOSSES},
-    **{f"{name}.py": ("hand_networks off_switch flags_matter", "") for name in NETWORKS},
-    **{f"{name}.py": ("hand_servers off_switch flags_matter", "") for name in SERVERS},
-    **{f"{name}.py": (PLANS, "") for name in ("rfedavg", "rfedavg_dp", "rfedavg_code")},
-    "fedmlb.py": ("hand_mlb off_switch flags_matter", ""),
-    "fednova.py": ("add_a_method off_switch flags_matter", ""),
+    **{f"{name}.py": (f"{tests} off_switch flags_matter", "") for name, tests in SCRIPTS.items()},
     "extras/servers.py": ("hand_servers", ""),
     "extras/similarities.py": ("hand_networks", ""),
-    "extras/partitions.py": ("partition writers personal", ""),
+    "extras/partitions.py": ("partition personal", ""),
     "analysis/hessian.py": ("hessian", ""),
     "common.py": (
-        "loop received augment partition sub_networks engine metrics rmsprop hand_losses plain",
+        "loop received images partition sub_networks engine hand_losses plain",
         "run_plainly train_client PlainWorker Client Received sample_clients clients_per_round "
         "set_weights average add_proximal keep_row rows_of evaluate measure_round best_row summary "
         "check_finite epoch_sizes batch_sizes most_steps batch_tables resolve_augment draw_augment "
@@ -75,35 +74,30 @@ def enclosing(node):
     return names
 
 
-def change_of(source, text):
-    """Return the lines of a mutant that are not the source's."""
-    lines = difflib.ndiff(source.splitlines(), text.splitlines())
-    return [line for line in lines if line[0] in "+-"]
-
-
-def check(processes, tree, file, args):
+def check(tree, file, args):
     """Run the tests of a file's mutants; return how many were tried, and how many noticed."""
     from cosmic_ray.mutating import mutate_code
 
     names, functions = TESTS[file]
     tests = [f"tests/test_{name}.py" for name in names.split()]
-    word, source = pathlib.Path(file).stem, (ROOT / file).read_text()
+    of_all = "not (test_off_switch or test_flags_matter)"  # scripts; of these the script's own
+    options = ["-x", "-k", f"{pathlib.Path(file).stem} or defaults or shared or {of_all}"]
+    source = (ROOT / file).read_text()
     if not args.trust:
-        ends, log = run_tests(processes, tree, tests, word, 900)
-        assert ends and set(ends.values()) <= {"passed", "Skipped"}, log[-3000:]
+        ends, log = run_tests(tree, tests, *options, seconds=900)
+        assert not ends, log[-3000:]
     found = mutants_of(source, {*functions.split()})
     drawn = random.Random(f"{args.seed} {file}").sample(found, min(args.count, len(found)))
     noticed, began = 0, time.perf_counter()
     for operator, occurrence, line in drawn:
         text = mutate_code(source, operator, occurrence)
         (tree / file).write_text(text)
-        ends, _ = run_tests(processes, tree, tests, word, SECONDS)
-        if ends and set(ends.values()) <= {"passed", "Skipped"}:
-            print(
-                f"{file}:{line} {type(operator).__name__}", *change_of(source, text), sep="\n    "
-            )
-        else:
-            noticed += 1
+        ends, _ = run_tests(tree, tests, *options, seconds=SECONDS)
+        noticed += bool(ends)
+        if not ends:
+            changes = difflib.ndiff(source.splitlines(), text.splitlines())
+            changes = [change for change in changes if change[0] in "+-"]
+            print(f"{file}:{line} {type(operator).__name__}", *changes, sep="\n    ")
     (tree / file).write_text(source)
     seconds = time.perf_counter() - began
     print(f"{file}: {noticed} of {len(drawn)} noticed, of {len(found)} in all, {seconds:.0f} s")
@@ -117,11 +111,10 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="of the mutants that are drawn")
     parser.add_argument("--trust", action="store_true", help="that tests pass without a mutant")
     args = parser.parse_args(argv)
-    processes = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder).resolve()
         copy_tree(tree)
-        counts = [check(processes, tree, file, args) for file in args.files or TESTS]
+        counts = [check(tree, file, args) for file in args.files or TESTS]
     print("{1} of {0} noticed".format(*map(sum, zip(*counts))))
 
 

@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -36,85 +37,17 @@ class Mutation(NamedTuple):
 
 def all_mutations():
     """Return the Mutations of mutations.txt, each called by its file and its place there."""
-    found, file = [], None
-    for line in (ROOT / "tests" / "mutations.txt").read_text().split("\n\n", 1)[1].splitlines():
-        kind, rest = line[:2], line[2:]
-        if kind == "==":
-            file, count = rest.strip(), 0
-        elif kind == "- ":
-            old, count = rest, count + 1
-        elif kind == "+ ":
-            new = rest
+    found = []
+    text = (ROOT / "tests" / "mutations.txt").read_text().split("\n\n", 1)[1]
+    for line in text.replace(" =>\n    ", " => ").splitlines():
+        if line.startswith("== "):
+            file, count = line[3:], 0
+        elif line.startswith("  "):
+            test = f"tests/test_{line[2:]}".replace("::", ".py::", 1)
         else:
-            test = f"tests/test_{rest}".replace("::", ".py::", 1)
-            found.append(Mutation(f"{file}:{count}", file, old, new, test))
+            count += 1
+            found.append(Mutation(f"{file}:{count}", file, *line.split(" => "), test))
     return found
-
-
-class Watcher:
-    """A plugin of pytest that notes how each test ends: passed, or the name of an exception."""
-
-    def __init__(self, word=""):
-        self.ends, self.word = {}, word
-
-    def pytest_collection_modifyitems(self, items):
-        """Begin with the tests of the script that word names; of those of all keep its own."""
-        of_all = ("test_off_switch.py", "test_flags_matter.py")
-        others = [i for i in items if i.path.name not in of_all or "[" not in i.name]
-        if self.word:
-            items[:] = [i for i in items if i in others or self.word in i.name]
-            items.sort(key=lambda item: self.word not in item.name)
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.ends[report.nodeid] = "no import"
-
-    def pytest_runtest_makereport(self, item, call):
-        if call.excinfo:
-            self.ends[item.nodeid] = call.excinfo.typename
-        elif call.when == "call":
-            self.ends[item.nodeid] = "passed"
-
-
-def run_here(tree, tests, word, pipe):
-    """Run tests of the tree in this process; send {test: how it ends} and what pytest prints.
-
-    word: a script, of whose tests the run ends at the first that fails; "" for all tests."""
-    import pytest
-
-    os.chdir(tree)
-    ours = (ROOT, ROOT / "tests")
-    sys.path[:] = [path for path in sys.path if pathlib.Path(path).resolve() not in ours]
-    sys.dont_write_bytecode = True  # a file of the same size and second would pass for the old one
-    watcher, log = Watcher(word), pathlib.Path(tree, "log")
-    with log.open("w") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
-        pytest.main(["-q", "-p", "no:cacheprovider", *["-x"] * bool(word), *tests], [watcher])
-    pipe.send((watcher.ends, log.read_text()))
-
-
-def run_tests(processes, tree, tests, word="", seconds=SECONDS):
-    """Run tests of the tree in a new process. Return {test: how it ends} and what pytest prints."""
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=run_here, args=(str(tree), tests, word, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(seconds) else ({}, f"not done in {seconds} s")
-    except EOFError:
-        return {}, "the process ended"
-    finally:
-        process.join(10)
-        process.kill()
-        process.join()
-
-
-def verdict(ends, test):
-    """Return "dies", or how a mutation survives a test whose cases ended so."""
-    cases = {end for name, end in ends.items() if name == test or name.startswith(test + "[")}
-    others = cases - {"passed", "AssertionError"}
-    if others or not cases:
-        return f"NO ASSERTION: {', '.join(others) or 'no such test'}"
-    return "SURVIVES" if cases == {"passed"} else "dies"
 
 
 def patched(mutation):
@@ -136,29 +69,61 @@ def copy_tree(tree):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
 
 
-def fork_server():
-    """Return the multiprocessing context whose processes have imported torch."""
+def run_here(tree, words):
+    """Run pytest in this process, whose exit code is pytest's; it prints into tree/log."""
+    import pytest
+
+    os.chdir(tree)
+    os.environ["COLUMNS"] = "400"
+    ours = (ROOT, ROOT / "tests")
+    sys.path[:] = [path for path in sys.path if pathlib.Path(path).resolve() not in ours]
+    sys.dont_write_bytecode = True  # a file of the same size and second would pass for the old one
+    with open("log", "w") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+        code = pytest.main(["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *words])
+    sys.exit(code)
+
+
+def run_tests(tree, tests, *options, seconds=SECONDS):
+    """Run tests of the tree; return the exceptions with which they end, and what pytest prints.
+
+    The exceptions are a set of names, empty where all pass, {"no end"} where nothing is known.
+    They run in a fork of a process that has imported torch."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "numpy", "PIL.Image"])
-    return processes
+    process = processes.Process(target=run_here, args=(str(tree), [*options, *tests]))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    log = (tree / "log").read_text()
+    ends = re.findall(r"^(?:FAILED|ERROR) .*? - (\w+)(?=[: ]|$)", log, re.M)
+    ends = {"AssertionError" if end == "assert" else end for end in ends}
+    if process.exitcode != bool(ends):  # 0: all passed, 1: some failed
+        return {"no end"}, log
+    return ends, log
+
+
+def verdict(ends):
+    """Return "dies", or how a mutation survives a test that ends so."""
+    others = ends - {"AssertionError"}
+    return f"NO ASSERTION: {', '.join(others)}" if others else "dies" if ends else "SURVIVES"
 
 
 def check(mutations):
     """Run the mutations, print a line each, and return whether all of them die."""
     texts = [patched(mutation) for mutation in mutations]
-    processes, start, dead = fork_server(), time.perf_counter(), 0
+    start, dead = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder).resolve()
         copy_tree(tree)
-        ends, log = run_tests(processes, tree, sorted({m.test for m in mutations}))
-        if not ends or set(ends.values()) != {"passed"}:
+        ends, log = run_tests(tree, sorted({m.test for m in mutations}))
+        if ends:
             sys.exit(f"without a mutation not all tests pass:\n{log}")
         for mutation, text in zip(mutations, texts):
-            original = (tree / mutation.file).read_text()
             (tree / mutation.file).write_text(text)
-            ends, log = run_tests(processes, tree, [mutation.test])
-            (tree / mutation.file).write_text(original)
-            found = verdict(ends, mutation.test)
+            ends, log = run_tests(tree, [mutation.test])
+            shutil.copy(ROOT / mutation.file, tree / mutation.file)
+            found = verdict(ends)
             dead += found == "dies"
             print(f"{found:8}  {mutation.name:20} {mutation.test}  {mutation.new}", flush=True)
             if found.startswith("NO"):

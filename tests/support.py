@@ -1,28 +1,13 @@
 """What the tests of data sets share: small data sets in files."""
 
 import json
+import shutil
 
 import numpy as np
-import conftest
-from conftest import TINY
+from conftest import make_folder
 from PIL import Image
 
-import fedavg
-from extras import readers
-
-
-def refused(capsys, argv, *words):
-    """Check that fedavg.py ends with one line on stderr that has all the words, exit code 2."""
-    conftest.refused(capsys, fedavg, [*TINY, *argv], *words)
-
-
 # --- FEMNIST: LEAF's JSON
-
-
-def leaf_user(rng, n, classes=62):
-    """Return the x and y of a user of n samples."""
-    x = (rng.integers(256, size=(n, 784)) / 255).tolist()
-    return {"x": x, "y": rng.integers(classes, size=n).tolist()}
 
 
 def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
@@ -38,8 +23,11 @@ def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
         folder.mkdir(parents=True, exist_ok=True)
         share = 1 if part == "train" else 3
         for i, shard in enumerate(shards):
-            data = {name: leaf_user(rng, max(1, int(name[4:]) // share)) for name in shard}
-            counts = [len(data[name]["y"]) for name in shard]
+            counts = [max(1, int(name[4:]) // share) for name in shard]
+            data = {}
+            for name, n in zip(shard, counts):
+                x = (rng.integers(256, size=(n, 784)) / 255).tolist()
+                data[name] = {"x": x, "y": rng.integers(62, size=n).tolist()}
             text = json.dumps({"users": shard, "num_samples": counts, "user_data": data})
             (folder / f"all_data_{i}_{part}.json").write_text(text)
             content[part] |= data
@@ -70,11 +58,10 @@ def make_tiny_imagenet(root, wnids=("n03", "n01", "n02"), size=64):
     return root
 
 
-def make_imagenet(root, monkeypatch, classes=9):
+def make_imagenet(root):
     """Write folders of nine classes, of which three are drawn, with four of their six images."""
-    monkeypatch.setattr(readers, "IMAGENET", (classes, 3, 4))
     rng = np.random.default_rng(0)
-    for i in range(classes):
+    for i in range(9):
         for part, count in (("train", 6), ("val", 2)):
             folder = root / "imagenet" / part / f"n{i:08d}"
             folder.mkdir(parents=True)
@@ -83,6 +70,29 @@ def make_imagenet(root, monkeypatch, classes=9):
                 pixels = np.kron(squares, np.ones((16, 16, 1))).astype(np.uint8)  # 64 x 48
                 Image.fromarray(pixels).save(folder / f"{j}.JPEG", format="PNG")
     return root / "imagenet"
+
+
+def make_clients(root, clients=("zoe", "amy", "bob")):
+    """Write train/CLIENT/CLASS/* and test alike; amy has no bee. Return root."""
+    for client in clients:
+        make_folder(root / "made" / client)
+        for part in ("train", "test"):
+            (root / part).mkdir(exist_ok=True)
+            (root / "made" / client / part).rename(root / part / client)
+            if client == "amy":
+                shutil.rmtree(root / part / client / "bee")
+    return root
+
+
+def make_mnist(root, name, train, test):
+    """Write so many random images in MNIST's files, root/name/raw/*."""
+    folder, rng = root / name / "raw", np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for part, n in (("train", train), ("t10k", test)):
+        for kind, magic, shape in (("images-idx3", 2051, (n, 28, 28)), ("labels-idx1", 2049, (n,))):
+            values = rng.integers(10 if len(shape) == 1 else 256, size=shape)
+            content = np.array([magic, *shape], ">i4").tobytes() + values.astype("u1").tobytes()
+            (folder / f"{part}-{kind}-ubyte").write_bytes(content)
 
 
 # --- text

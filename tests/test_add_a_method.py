@@ -1,4 +1,4 @@
-"""docs/add-a-method.md: its example FedNova against the formula, and its table of the contract."""
+"""docs/add-a-method.md: FedNova against the formula, the tables of the contract, the own loop."""
 
 import dataclasses
 import json
@@ -6,33 +6,19 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, flags
-from methods import ROOT
+import torch.nn as nn
+from conftest import TINY, flags, plainly
+from methods import METHODS, ROOT, SCRIPTS, needed
+from test_docs import blocks_of
 
 import common
 import extras.glyphs
-import fedavg
 import fednova
+import moon
 import run_folder
+import scaffold
 
 PAGE = ROOT / "docs" / "add-a-method.md"
-
-
-def moved(steps, momentum, nesterov):
-    """Return how far torch's SGD goes at lr 1 on a constant gradient of 1."""
-    v = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    opt = torch.optim.SGD([v], lr=1.0, momentum=momentum, nesterov=nesterov)
-    for _ in range(steps):
-        v.grad = torch.ones_like(v)
-        opt.step()
-    return -v.item()
-
-
-@pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.5, True)])
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_weight_of_steps(steps, momentum, nesterov):
-    found = fednova.weight_of_steps(steps, momentum, nesterov)
-    assert found == pytest.approx(moved(steps, momentum, nesterov), rel=1e-12)
 
 
 def test_fednova_by_the_formula(tmp_path):
@@ -49,7 +35,7 @@ def test_fednova_by_the_formula(tmp_path):
     assert steps == [1, 4, 7, 9]
     w = common.prepare_net(data, args).double().state_dict()
     shares = [len(part) / 600 for part in parts]
-    a = [moved(k, 0.5, False) for k in steps]
+    a = [fednova.weight_of_steps(k, 0.5, False) for k in steps]
     total = sum(alpha * a_k for alpha, a_k in zip(shares, a))
     expected = {name: value.clone() for name, value in w.items()}
     for k, (alpha, a_k) in enumerate(zip(shares, a)):
@@ -72,14 +58,6 @@ def test_a_client_without_a_step_weighs_none():
     assert not any(d.any() for d in client.sums["d"])
 
 
-def test_fednova_of_equal_steps_is_fedavg(tmp_path):
-    words = [*TINY, "--local-steps", "3"]
-    found, _ = fednova.main([*words, "--out", str(tmp_path / "a")])
-    plainly, _ = fedavg.main([*words, "--out", str(tmp_path / "b")])
-    pairs = zip(found.state_dict().values(), plainly.state_dict().values())
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-
-
 def test_the_contract_is_whole():
     """It names what common.py's header lists, and all public fields of what methods are given."""
     table = PAGE.read_text().partition("## The contract\n")[2].partition("## The one rule\n")[0]
@@ -95,3 +73,69 @@ def test_the_contract_is_whole():
     assert (fields | received) - unlisted - beside <= listed
     callbacks = set(common.Method._fields)
     assert callbacks <= set(re.findall(r"`(\w+)\(", table))
+
+
+def test_the_loop_of_the_docs_learns():
+    """MOON keeps its clients' models, SCAFFOLD its control variates; both classify."""
+    [block] = [block for block in blocks_of(PAGE) if block.text.startswith("# own_loop.py\n")]
+    names = {"__name__": "own_loop"}
+    exec(compile(block.text, "own_loop.py", "exec"), names)
+    accuracy, states, nets = (names[k] for k in ("accuracy", "states", "nets"))
+    assert min(accuracy.values()) > 0.75
+    assert type(nets[scaffold]).__mro__[1] is nn.Module
+    assert [states[moon][k].keys() for k in range(3)] == [{"net"}] * 3
+    assert all(states[scaffold][k]["c"][0].abs().max() > 0 for k in range(3))
+
+
+class Seen:
+    """A worker that notes in names what is used of it."""
+
+    def __init__(self, worker, names):
+        vars(self).update(worker=worker, names=names)
+
+    def __getattr__(self, name):
+        self.names.add(name)
+        return getattr(self.worker, name)
+
+    def map(self, f, clients):
+        self.names.add("map")
+        return self.worker.map(lambda worker, client: f(Seen(worker, self.names), client), clients)
+
+    def __setattr__(self, name, value):
+        self.names.add(name)
+        setattr(self.worker, name, value)
+
+
+VARIANTS = {
+    "scaffold": [["--option", "1"]],
+    "rfedavg": [["--variant", "rfedavg"]],
+    "rfedavg_code": [["--variant", "rfedavg"]],
+}
+
+
+def used(name, monkeypatch):
+    """Return what a script uses of its worker, in two rounds of a step a client."""
+    names = set()
+
+    def run(args, local_update, aggregate=None, after_round=None, adapt=None):
+        def update(worker, *rest):
+            yield from local_update(Seen(worker, names), *rest)
+
+        def after(worker, *rest):
+            after_round(Seen(worker, names), *rest)
+
+        plainly(args, update, aggregate, after if after_round else None, adapt)
+
+    monkeypatch.setattr(common, "evaluate", lambda *_: (0.0, 0.0))
+    for more in [[], *VARIANTS.get(name, [])]:
+        argv = [*TINY, *needed(name), "--rounds", "2", "--local-steps", "1", *more]
+        SCRIPTS[name].main(argv, run=run)
+    return names
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_table_of_what_a_worker_needs(name, monkeypatch):
+    rows = re.findall(r"^\| ((?:`\w+`,? ?)+) \| (`net`.*) \|$", PAGE.read_text(), re.M)
+    listed = [attributes for scripts, attributes in rows if f"`{name}`" in scripts]
+    assert len(listed) == 1
+    assert set(re.findall(r"`(\w+)`", listed[0])) == used(name, monkeypatch)

@@ -1,12 +1,14 @@
-"""A run goes on with the data that it began with, or not at all."""
+"""A run goes on with the data that it began with, and reads whole files, or not at all."""
 
 import json
-import shutil
+import os
+import random
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, make_folder
+from conftest import TINY, make_folder, refusal, same
 from PIL import Image
 from support import make_imagenet
 
@@ -14,76 +16,49 @@ import common
 import run_folder
 import fedavg
 
-SMALL = [*TINY, *"--partition iid --clients 2 --batch-size 4 --local-steps 1".split()]
+SMALL = [*TINY, *"--clients 2 --batch-size 4 --local-steps 1 --rounds 1".split()]
 
 
-def content_of(out):
-    """Return {file: its bytes} of a run's folder."""
-    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+def paint(root, name):
+    Image.new("RGB", (32, 32)).save(root / name)
 
 
-def resumed(out, *words, more=()):
-    """Check that a run of one round is not resumed, and that nothing of it changes."""
-    before = content_of(out)
-    with pytest.raises(common.UserError) as stop:
-        fedavg.main(["--out", str(out), "--resume", "--rounds", "2", *more])
-    err = str(stop.value)
-    assert len(err.splitlines()) == 1, err
-    for word in (str(out), *words):
-        assert word in err, err
-    assert content_of(out) == before
+def edit_split(root):
+    """Let two clients swap a sample."""
+    parts = json.loads((root / "split").read_text())
+    parts[0][3], parts[1][3] = parts[1][3], parts[0][3]
+    (root / "split").write_text(json.dumps(parts))
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A folder of images and a run of one round on it, not to be changed."""
-    top = tmp_path_factory.mktemp("originals")
-    root = make_folder(top / "images", (32, 32))
-    words = [*SMALL, "--rounds", "1", "--dataset", "folder", "--data-dir", str(root)]
-    fedavg.main([*words, "--out", str(top / "run")])
-    return top
+def repaint_imagenet(root):
+    for path in (root / "imagenet").glob("train/*/2.JPEG"):
+        Image.new("RGB", (90, 90)).save(path)
 
 
-@pytest.fixture
-def folder_run(originals, tmp_path):
-    """A copy of the run on images, to be changed: (the images' folder, the run's)."""
-    shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
-    return tmp_path / "images", tmp_path / "run"
-
-
-def at(root):
-    return ["--data-dir", str(root)]
-
-
-def blacken(root, name):
-    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(root / name)
-
-
-CHANGES = [
-    (lambda root: blacken(root, "train/ape/7.png"), "labels"),
-    (lambda root: (root / "test/bee/1.png").unlink(), "labels"),
-    (lambda root: (root / "train/ape/1.png").rename(root / "train/bee/9.png"), "labels"),
-    (lambda root: blacken(root, "train/ape/1.png"), "samples"),
-    (lambda root: blacken(root, "test/bee/0.png"), "samples"),
-    (lambda root: (root / "train/ape/0.png").rename(root / "train/ape/9.png"), "samples"),
+FOLDER = "--dataset folder --data-dir . --partition iid"
+IMAGENET = "--dataset imagenet-200 --data-dir . --partition iid --image-size 24"
+CHANGES = [  # of a run on these, a change, and what the line names
+    (FOLDER, lambda root: paint(root, "train/ape/7.png"), "labels"),
+    (FOLDER, lambda root: paint(root, "train/ape/1.png"), "samples"),
+    (FOLDER, lambda root: paint(root, "test/bee/0.png"), "samples"),
+    (IMAGENET, repaint_imagenet, "samples"),
+    ("--partition file --split-file split", edit_split, "another partition of the data"),
 ]
 
 
-@pytest.mark.parametrize("change, what", CHANGES)
-def test_changed_images(folder_run, change, what):
-    change(folder_run[0])
-    resumed(folder_run[1], what, more=at(folder_run[0]))
-
-
-def test_an_edited_split_file(tmp_path):
-    path, out = tmp_path / "split.json", tmp_path / "run"
-    parts = np.arange(600).reshape(2, 300).tolist()
-    path.write_text(json.dumps(parts))
-    words = ["--partition", "file", "--split-file", str(path), "--rounds", "1", "--out", str(out)]
-    fedavg.main([*SMALL, "--local-steps", "1", *words])
-    parts[0][3], parts[1][3] = parts[1][3], parts[0][3]
-    path.write_text(json.dumps(parts))
-    resumed(out, "another partition of the data")
+@pytest.mark.parametrize("words, change, what", CHANGES)
+def test_changed_files(tmp_path, monkeypatch, words, change, what):
+    """A run of one round is not resumed, and nothing of it changes."""
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path, (32, 32))
+    make_imagenet(tmp_path)
+    (tmp_path / "split").write_text(json.dumps(np.arange(600).reshape(2, 300).tolist()))
+    fedavg.main([*SMALL, *words.split(), "--out", "run"])
+    change(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*")}
+    line = refusal(fedavg.main, ["--out", "run", "--resume", "--rounds", "2"])
+    assert line.startswith("run") and what in line and "\n" not in line
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*")} == before
 
 
 def own(**changes):
@@ -122,10 +97,53 @@ def test_changed_tensors(data, what):
     assert [k for k in before if before[k] != after[k]] == [what]
 
 
-def test_changed_streamed_images(tmp_path, monkeypatch):
-    root, out = make_imagenet(tmp_path, monkeypatch), tmp_path / "run"
-    words = ["--dataset", "imagenet-200", "--data-dir", str(tmp_path), "--image-size", "24"]
-    fedavg.main([*SMALL, *words, "--rounds", "1", "--out", str(out)])
-    for path in root.glob("train/*/2.JPEG"):
-        Image.new("RGB", (90, 90)).save(path)
-    resumed(out, "samples")
+# --- damage in files that run_folder.save() writes
+
+
+TREE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1]), "c": torch.ones(3).bfloat16()}
+
+
+def found_same(path, *more):
+    assert same(run_folder.load(path, *more), TREE)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_flipped_bit_is_found(tmp_path, known):
+    """A bit of every ninth byte: of the records, of the headers, of the list at the end.
+
+    What still loads, flips in dates and paddings, holds what was saved; of a file whose checksum
+    is known nothing loads."""
+    path = tmp_path / "a.pt"
+    run_folder.save(TREE, path)
+    good, rng, found = path.read_bytes(), random.Random(0), 0
+    more = ["model", zlib.crc32(good)] if known else []
+    assert same(run_folder.load(path, *more), TREE)
+    for i in range(0, len(good), 9):
+        path.write_bytes(good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1 :])
+        line = refusal(lambda: found_same(path, *more))
+        assert not line or (line.startswith(f"{path}: not a readable ") and "\n" not in line), i
+        assert line or not known, i
+        found += bool(line)
+    assert found > len(good) // 27
+    path.write_bytes(good[: len(good) // 2])
+    assert refusal(run_folder.load, path, *more).startswith(f"{path}: not a readable ")
+
+
+def test_a_record_marked_as_a_folder_is_found(tmp_path):
+    """One bit of the list at the end, and torch reads nothing: the tensor is what memory held."""
+    path = tmp_path / "a.pt"
+    run_folder.save(TREE, path)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"archive/data/0") - 8] ^= 16
+    path.write_bytes(content)
+    with pytest.raises(common.UserError, match="checksums are not those"):
+        run_folder.load(path)
+
+
+@pytest.mark.parametrize(
+    "make, words", [(os.mkfifo, "not a file"), (os.mkdir, "not a file"), (str, "no such model")]
+)
+def test_what_is_no_file_is_refused(tmp_path, make, words):
+    """A pipe would be waited for, for ever."""
+    make(tmp_path / "a.pt")
+    assert words in refusal(run_folder.load, tmp_path / "a.pt", "model")

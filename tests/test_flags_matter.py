@@ -1,120 +1,80 @@
-"""Each flag of each script changes a run's weights or rows, or a line says why it cannot."""
+"""Flags: each changes weights or rows, or a line says why not; defaults, spellings, help."""
 
+import argparse
 import functools
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import args_of, make_folder, plainly, refusal
+from conftest import TINY, args_of, from_shell, make_folder, plainly
+from conftest import refusal, refused, same
 from methods import SCRIPTS
 
 import common
 import extras.glyphs
+import fedalign
+import fedavg
+from analysis import partition
 
 BASE = """--dataset glyphs --image-size 8 --model resnet8 --clients 3 --sample 0.67 --rounds 2
     --epochs 1 --batch-size 8 --lr 0.05 --quiet --device cpu --workers 1""".split()
 NEEDED = {"rfedavg_dp": "--noise-clip 1 ", "gradaug": "--mu 1 ", "fedcka": "--batch-size 6 "}
-# a flag of a script: what both runs have beside BASE, and what the second has in addition
-OWN = {
-    "fedprox --mu": ("--mu 0.5", "--mu 0.6"),
-    "moon --mu": ("--mu 0.5", "--mu 0.6"),
-    "moon --temperature": ("", "--temperature 0.7"),
-    "moon --frozen-mode": ("", "--frozen-mode train"),
-    "mixup --gamma": ("--gamma 0.5", "--gamma 0.6"),
-    "stochdepth --keep": ("--keep 0.5", "--keep 0.3"),
-    "stochdepth --rule": ("--keep 0.5", "--rule code"),
-    "gradaug --subnets": ("", "--subnets 3"),
-    "gradaug --mu": ("", "--mu 1.5"),
-    "gradaug --min-width": ("", "--min-width 0.4"),
-    "gradaug --widths": ("--min-width 0.4", "--widths paper"),
-    "gradaug --resolutions": ("", "--resolutions 8,12"),
-    "fedalign --mu": ("", "--mu 0.6"),
-    "fedalign --width": ("", "--width 0.5"),
-    "fedalign --lip-scale": ("", "--lip-scale none"),
-    "fedalign --lip-input": ("", "--lip-input full"),
-    "fedcka --mu": ("", "--mu 2"),
-    "fedcka --layers": ("", "--layers 1"),
-    "fedcka --similarity-metric": ("", "--similarity-metric cosine"),
-    "scaffold --option": ("", "--option 1"),
-    "scaffold --correction": ("", "--correction gradient"),
-    "fedmlb --lambda1": ("", "--lambda1 0.5"),
-    "fedmlb --lambda2": ("", "--lambda2 0.5"),
-    "fedmlb --tau": ("", "--tau 2"),
-    "fedmlb --pathways": ("", "--pathways 1,2"),
-    "fedmlb --direction": ("", "--direction global-local"),
-    "fedmlb --divisor": ("--pathways 1", "--divisor all"),
-    "fedmlb --dyn-alpha": ("--dyn-alpha 0.1", "--dyn-alpha 0.2"),
-    "fedkd --gamma": ("", "--gamma 0.3"),
-    "fitnet --gamma": ("", "--gamma 2"),
-    "fedntd --weighting-rule": ("--ntd-beta 0.5", "--weighting-rule sum"),
-    "fedntd --ntd-beta": ("", "--ntd-beta 0.4"),
-    "fedntd --tau": ("", "--tau 2"),
-    "fedgkd --gamma": ("", "--gamma 0.4"),
-    "fedgkd --buffer": ("--rounds 3", "--buffer 1"),
-    "feddyn --dyn-alpha": ("", "--dyn-alpha 0.2"),
-    "rfedavg --variant": ("--lam 0.1", "--variant rfedavg"),
-    "rfedavg --lam": ("--lam 0.1", "--lam 0.2"),
-    "rfedavg_dp --lam": ("--lam 0.1", "--lam 0.2"),
-    "rfedavg_dp --noise": ("--lam 0.1", "--noise 2"),
-    "rfedavg_dp --noise-clip": ("--lam 0.1", "--noise-clip 0.1"),
-    "rfedavg_code --variant": ("--lam 0.1", "--variant rfedavg"),
-    "rfedavg_code --lam": ("--lam 0.1", "--lam 0.2"),
-    "qfedavg --q": ("", "--q 2"),
-    "qfedavg --h": ("", "--h rfedavg"),
-    "qfedavg --lipschitz": ("--h rfedavg", "--lipschitz 2"),
-    "ditto --lam": ("--client-test", "--lam 30"),
-}
-WEIGHT, POSITIVE, COUNT = ("0 1", "-1"), ("1e-9 2", "0"), ("1 2", "0")
-SHARE, PART, CHOICE = ("0 1", "-1 2"), ("0.1 1", "0 2"), ("", "nonsense")
-TAKES = {  # the default of a script's own flags, values that it takes, and values that it refuses
-    "fedprox --mu": (1e-4, *WEIGHT),
-    "moon --mu": (1, *WEIGHT),
-    "moon --temperature": (0.5, *POSITIVE),
-    "moon --frozen-mode": ("eval", *CHOICE),
-    "mixup --gamma": (0.1, *WEIGHT),
-    "stochdepth --keep": (0.9, *SHARE),
-    "stochdepth --rule": ("paper", *CHOICE),
-    "gradaug --subnets": (2, *COUNT),
-    "gradaug --mu": (1.75, *WEIGHT),
-    "gradaug --min-width": (0.8, *PART),
-    "gradaug --widths": ("code", *CHOICE),
-    "gradaug --resolutions": (None, "8 4096", "7 4097 9,x"),
-    "fedalign --mu": (0.45, *WEIGHT),
-    "fedalign --width": (0.25, *PART),
-    "fedalign --lip-scale": ("ce", *CHOICE),
-    "fedalign --lip-input": ("slim", *CHOICE),
-    "fedcka --mu": (3, *WEIGHT),
-    "fedcka --layers": (2, *COUNT),
-    "fedcka --similarity-metric": ("linear-cka", *CHOICE),
-    "scaffold --option": (2, "1", "0 3"),
-    "scaffold --correction": ("step", *CHOICE),
-    "fedmlb --lambda1": (1, *WEIGHT),
-    "fedmlb --lambda2": (1, *WEIGHT),
-    "fedmlb --tau": (1, *POSITIVE),
-    "fedmlb --pathways": (None, "1 1,2", "0 1,x"),
-    "fedmlb --direction": ("local-global", *CHOICE),
-    "fedmlb --divisor": ("selected", *CHOICE),
-    "fedmlb --dyn-alpha": (0, *WEIGHT),
-    "fedkd --gamma": (0.2, *SHARE),
-    "fitnet --gamma": (1, *WEIGHT),
-    "fedntd --weighting-rule": ("convex", *CHOICE),
-    "fedntd --ntd-beta": (0.3, "0 1", "-1 3"),
-    "fedntd --tau": (1, *POSITIVE),
-    "fedgkd --gamma": (0.2, *WEIGHT),
-    "fedgkd --buffer": (5, *COUNT),
-    "feddyn --dyn-alpha": (0.1, *WEIGHT),
-    "rfedavg --variant": ("rfedavg+", *CHOICE),
-    "rfedavg --lam": (1e-4, *WEIGHT),
-    "rfedavg_dp --lam": (1e-4, *WEIGHT),
-    "rfedavg_dp --noise": (1, *WEIGHT),
-    "rfedavg_dp --noise-clip": (1, *POSITIVE),
-    "rfedavg_code --variant": ("rfedavg+", *CHOICE),
-    "rfedavg_code --lam": (1e-4, *WEIGHT),
-    "qfedavg --q": (1, *WEIGHT),
-    "qfedavg --h": ("paper", *CHOICE),
-    "qfedavg --lipschitz": (1, *POSITIVE),
-    "ditto --lam": (1, *WEIGHT),
-}
+# a flag of a script, its default, values that it takes, values that it refuses; and what two runs
+# have beside BASE, and what the second has in addition; - is nothing
+TABLE = """
+fedprox --mu | 1e-4 | 0 1 | -1 | --mu 0.5 | --mu 0.6
+moon --mu | 1 | 0 1 | -1 | --mu 0.5 | --mu 0.6
+moon --temperature | 0.5 | 1e-9 2 | 0 | - | --temperature 0.7
+moon --frozen-mode | eval | - | nonsense | - | --frozen-mode train
+mixup --gamma | 0.1 | 0 1 | -1 | --gamma 0.5 | --gamma 0.6
+stochdepth --keep | 0.9 | 0 1 | -1 2 | --keep 0.5 | --keep 0.3
+stochdepth --rule | paper | - | nonsense | --keep 0.5 | --rule code
+gradaug --subnets | 2 | 1 2 | 0 | - | --subnets 3
+gradaug --mu | 1.75 | 0 1 | -1 | - | --mu 1.5
+gradaug --min-width | 0.8 | 0.1 1 | 0 2 | - | --min-width 0.4
+gradaug --widths | code | - | nonsense | --min-width 0.4 | --widths paper
+gradaug --resolutions | None | 8 4096 | 7 4097 9,x | - | --resolutions 8,12
+fedalign --mu | 0.45 | 0 1 | -1 | - | --mu 0.6
+fedalign --width | 0.25 | 0.1 1 | 0 2 | - | --width 0.5
+fedalign --lip-scale | ce | - | nonsense | - | --lip-scale none
+fedalign --lip-input | slim | - | nonsense | - | --lip-input full
+fedcka --mu | 3 | 0 1 | -1 | - | --mu 2
+fedcka --layers | 2 | 1 2 | 0 | - | --layers 1
+fedcka --similarity-metric | linear-cka | - | nonsense | - | --similarity-metric cosine
+scaffold --option | 2 | 1 | 0 3 | - | --option 1
+scaffold --correction | step | - | nonsense | - | --correction gradient
+fedmlb --lambda1 | 1 | 0 1 | -1 | - | --lambda1 0.5
+fedmlb --lambda2 | 1 | 0 1 | -1 | - | --lambda2 0.5
+fedmlb --tau | 1 | 1e-9 2 | 0 | - | --tau 2
+fedmlb --pathways | None | 1 1,2 | 0 1,x | - | --pathways 1,2
+fedmlb --direction | local-global | - | nonsense | - | --direction global-local
+fedmlb --divisor | selected | - | nonsense | --pathways 1 | --divisor all
+fedmlb --dyn-alpha | 0 | 0 1 | -1 | --dyn-alpha 0.1 | --dyn-alpha 0.2
+fedkd --gamma | 0.2 | 0 1 | -1 2 | - | --gamma 0.3
+fitnet --gamma | 1 | 0 1 | -1 | - | --gamma 2
+fedntd --weighting-rule | convex | - | nonsense | --ntd-beta 0.5 | --weighting-rule sum
+fedntd --ntd-beta | 0.3 | 0 1 | -1 3 | - | --ntd-beta 0.4
+fedntd --tau | 1 | 1e-9 2 | 0 | - | --tau 2
+fedgkd --gamma | 0.2 | 0 1 | -1 | - | --gamma 0.4
+fedgkd --buffer | 5 | 1 2 | 0 | --rounds 3 | --buffer 1
+feddyn --dyn-alpha | 0.1 | 0 1 | -1 | - | --dyn-alpha 0.2
+rfedavg --variant | rfedavg+ | - | nonsense | --lam 0.1 | --variant rfedavg
+rfedavg --lam | 1e-4 | 0 1 | -1 | --lam 0.1 | --lam 0.2
+rfedavg_dp --lam | 1e-4 | 0 1 | -1 | --lam 0.1 | --lam 0.2
+rfedavg_dp --noise | 1 | 0 1 | -1 | --lam 0.1 | --noise 2
+rfedavg_dp --noise-clip | 1 | 1e-9 2 | 0 | --lam 0.1 | --noise-clip 0.1
+rfedavg_code --variant | rfedavg+ | - | nonsense | --lam 0.1 | --variant rfedavg
+rfedavg_code --lam | 1e-4 | 0 1 | -1 | --lam 0.1 | --lam 0.2
+qfedavg --q | 1 | 0 1 | -1 | - | --q 2
+qfedavg --h | paper | - | nonsense | - | --h rfedavg
+qfedavg --lipschitz | 1 | 1e-9 2 | 0 | --h rfedavg | --lipschitz 2
+ditto --lam | 1 | 0 1 | -1 | --client-test | --lam 30
+"""
+OWN = {}
+for line in TABLE.strip().splitlines():
+    flag, *cells = ("" if cell == "-" else cell for cell in line.split(" | "))
+    OWN[flag] = cells
 AVGM, ADAM = "--server avgm", "--server adam"
 SHARED = {  # of fedavg.py: all that common.flags() has
     "--dataset": ("--data-dir IMAGES --partition iid", "--dataset folder"),
@@ -165,7 +125,7 @@ SHARED = {  # of fedavg.py: all that common.flags() has
 CANNOT = {  # neither weights nor rows: what it does instead, or where it is tested
     "--help": "prints",
     "--quiet": "prints nothing: test_plain.test_on_round_ends_a_plain_run",
-    "--partial-split": "a refusal goes: test_own_data.test_partial_split",
+    "--partial-split": "a refusal goes: test_partition.test_file_partition",
     "--leak": "of tweets: test_text.test_sent140_leak",
     "--vectors": "of tweets: test_text.test_word_vectors",
     "--device": "of a GPU: test_cuda",
@@ -188,7 +148,7 @@ def files(tmp_path_factory):
         make_folder(root / name, (16, 16), classes=classes)
         for other in (root / name).glob("train/*/0.png"):
             for i in range(3, 20):
-                other.with_name(f"{i}.png").write_bytes(other.read_bytes())
+                shutil.copy(other, other.with_name(f"{i}.png"))
     (root / "A").write_text(json.dumps([list(range(k, 48, 3)) for k in range(3)]))
     (root / "B").write_text(json.dumps([list(range(k, k + 16)) for k in (0, 16, 32)]))
     torch.manual_seed(9)
@@ -207,31 +167,25 @@ def outcome(name, words):
     return {k: v.clone() for k, v in net.state_dict().items()}, rows
 
 
-def differs(a, b):
-    """Return whether two outcomes differ in weights, and whether in rows."""
-    same = a[0].keys() == b[0].keys() and all(torch.equal(a[0][k], b[0][k]) for k in a[0])
-    return not same, a[1] != b[1]
-
-
 @pytest.mark.parametrize("flag", [*OWN, *(f"fedavg {flag}" for flag in SHARED)])
 def test_the_flag_matters(monkeypatch, files, flag):
     monkeypatch.setattr(extras.glyphs, "GLYPHS", (60, 20))
     name, word = flag.split()
-    both, changed = OWN[flag] if flag in OWN else SHARED[word]
+    *_, both, changed = OWN[flag] if flag in OWN else SHARED[word]
     both = NEEDED.get(name, "") + both
     for key, path in files.items():
         both, changed = (f"{text} ".replace(f" {key} ", f" {path} ") for text in (both, changed))
-    weights, rows = differs(outcome(name, both), outcome(name, f"{both} {changed}"))
-    of_rows_alone = ("--client-test", "--eval-every", "--metric")
-    assert (
-        rows if word in of_rows_alone or name == "ditto" else weights
-    )  # of whom all else is FedAvg's
+    (weights, rows), (others, other_rows) = (
+        outcome(name, words) for words in (both, f"{both} {changed}")
+    )
+    of_rows_alone = name == "ditto" or word in ("--client-test", "--eval-every", "--metric")
+    assert rows != other_rows if of_rows_alone else not same(weights, others)
 
 
-@pytest.mark.parametrize("flag", TAKES)
+@pytest.mark.parametrize("flag", OWN)
 def test_defaults_and_what_a_flag_takes(flag):
     """The defaults are the papers'."""
-    default, taken, refused = TAKES[flag]
+    default, taken, refused, *_ = OWN[flag]
     name, word = flag.split()
 
     def value(*argv):
@@ -239,7 +193,8 @@ def test_defaults_and_what_a_flag_takes(flag):
         args = args_of(SCRIPTS[name], *words, *argv)
         return getattr(args, word[2:].replace("-", "_"))
 
-    assert value() == default
+    found = value()
+    assert str(found) == default or found == float(default)
     for text in taken.split():
         found = value(word, text)
         found = found if isinstance(found, list) else [found]
@@ -248,20 +203,18 @@ def test_defaults_and_what_a_flag_takes(flag):
         assert word in refusal(value, word, text), text
 
 
-class Seen(Exception):
-    """Carries a parser out of a script."""
-
-
 def flags_of(name):
     """Return the flags of a script, each by its first spelling."""
+    parsers = []
 
     def parse_args(parser, *_):
-        raise Seen(parser)
+        parsers.append(parser)
+        raise common.UserError
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Seen) as seen:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(common.UserError):
         patch.setattr(common.Parser, "parse_args", parse_args)
         SCRIPTS[name].main([])
-    return [action.option_strings[-1] for action in seen.value.args[0]._actions]
+    return [action.option_strings[-1] for action in parsers[0]._actions]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -271,4 +224,102 @@ def test_no_flag_is_left_out(name):
     assert negated == SHARED.keys() | CANNOT.keys() and not SHARED.keys() & CANNOT.keys()
     listed = [flag.split()[1] for flag in OWN if flag.split()[0] == name]
     assert sorted(flag for flag in own if flag not in shared) == sorted(listed)
-    assert OWN.keys() == TAKES.keys()
+
+
+# --- the parser
+
+
+def parsed(words):
+    return common.flags("x", "x").parse_args(words.split())
+
+
+@pytest.mark.parametrize(
+    "words, values",
+    [
+        ("--client_number 64 --client_sample .25 --partition_alpha 0.1", (64, 0.25, 0.1)),
+        ("--n_parties 5 --sample_fraction .5 --beta 2", (5, 0.5, 2)),
+        ("--num_of_clients 6 --participation_rate .3 --dirichlet_alpha 3", (6, 0.3, 3)),
+    ],
+)
+def test_aliases(words, values):
+    args = parsed(f"{words} --comm_round=7 --batch_size 8 --wd 0 --image_size 16")
+    assert (args.clients, args.sample, args.alpha) == values
+    assert (args.rounds, args.batch_size, args.weight_decay, args.image_size) == (7, 8, 0, 16)
+
+
+def test_defaults_are_fedaligns_main_setting():
+    words = """--dataset cifar100 --model resnet56 --partition dirichlet --alpha 0.5 --clients 16
+        --sample 1 --rounds 25 --epochs 20 --batch-size 64 --lr 0.01 --momentum 0.9 --nesterov
+        --weight-decay 1e-4 --clip 0 --weighting samples"""
+    assert vars(parsed("")) == vars(parsed(words))
+    assert not parsed("").persist_opt and not parsed("").drop_last
+    assert isinstance(common.flags("x", "x"), argparse.ArgumentParser)
+
+
+def test_what_the_parser_notes():
+    """The script's name and what runs note, beside the flags."""
+    args = common.flags("x", "dir/fedx.py").parse_args(["--out", "a", "--n_parties=5", "--quiet"])
+    assert args.script == "fedx"
+    notes = {"script", "plain", "capture", "moved", "augmented"}
+    assert common.flag_values(args).keys() == vars(args).keys() - notes
+
+
+@pytest.mark.parametrize("text", ["", "--device auto", "--device cuda", "--device cuda:1"])
+def test_device_flag(monkeypatch, text):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parsed(text).device == ("cuda:1" if "1" in text else "cuda:0")
+    assert parsed("--device cpu").device == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert parsed("").device == "cpu"
+
+
+def test_learning_rates_of_all_rounds_are_finite():
+    assert parsed("--lr-decay 1e-300 --rounds 100000").rounds == 100000
+
+
+def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
+    from torchvision import datasets
+
+    def offline(root, **kwargs):
+        (root / "MNIST" / "raw").mkdir(parents=True)
+        raise RuntimeError("Error downloading\ntrain-images-idx3-ubyte.gz")
+
+    monkeypatch.setattr(datasets, "MNIST", offline)
+    argv = [*TINY, "--dataset", "mnist", "--out", tmp_path / "run", "--data-dir", tmp_path / "new"]
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new").mkdir()  # the user's own
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+
+
+@pytest.mark.parametrize(
+    "script, words, line",
+    [
+        (fedavg, "--xyzzy a", "fedavg.py: error: unrecognized arguments: --xyzzy a"),
+        (fedavg, "--keep 0.1", "--keep is a flag of stochdepth.py"),
+        (partition, "--client 5", "unrecognized arguments: --client 5; did you mean --clients?"),
+    ],
+)
+def test_what_is_suggested(capsys, script, words, line):
+    """By other commands too, and nothing where nothing is near."""
+    with pytest.raises(SystemExit):
+        from_shell(script, words.split())
+    assert capsys.readouterr().err.endswith(f"{line}\n")
+
+
+def test_help_is_short(capsys):
+    """The paper, the script's own flags, then the shared ones, a line or two each."""
+    with pytest.raises(SystemExit):
+        fedalign.main(["--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(fedalign.__doc__.split("\n")[0])
+    assert all(len(line) <= 100 for line in out.splitlines())
+    assert len(out.splitlines()) - len(fedalign.__doc__.splitlines()) < 90
+    places = [out.index(f"\n  --{flag} ") for flag in ("mu", "dataset", "clients", "lr", "out")]
+    assert places == sorted(places)
+    flags = common.flags("x", "x")._actions
+    assert all(flag.option_strings[0] in out for flag in flags)
+    assert all(choice in out for flag in flags for choice in flag.choices or [])
+    assert "usage" not in out and "(default: False)" not in out

@@ -1,6 +1,7 @@
 """Server optimizers, q-FedAvg, FedDyn and SCAFFOLD, whose servers do more than average, by hand."""
 
 import feddyn
+import fednova
 import numpy as np
 import pytest
 import qfedavg
@@ -9,20 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags, parts_of
-from hand import (
-    DOUBLE,
-    batch,
-    begin,
-    close,
-    cross_entropy,
-    finish,
-    gradients,
-    numpy_logits,
-    received_of,
-    twins,
-    two_networks,
-)
-from methods import final, plain_final
+from hand import DOUBLE, batch, begin, close, finish, gradients
+from hand import received_of, twins, two_networks
+from methods import final
 
 import common
 import engine
@@ -82,14 +72,6 @@ def test_server_optimizers_by_hand(argv, steps):
         assert net.weight.item() - before == pytest.approx(step, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "server, lr, momentum", [("adam", 0.01, 0.9), ("yogi", 0.01, 0.9), ("avgm", 1, 0.4)]
-)
-def test_server_defaults(server, lr, momentum):
-    args = flags("--server", server)
-    assert (args.server_lr, args.server_momentum) == (lr, momentum)
-
-
 def test_server_steps_leave_statistics_averaged():
     net = nn.Sequential(nn.BatchNorm1d(2)).double()
     m = {k: torch.full_like(v, -9) for k, v in net.named_parameters()}
@@ -137,7 +119,7 @@ def test_qfedavg_weighs_by_the_loss_of_the_global_model():
     worker, step, generator, client, _, w = begin("qfedavg", LATER.split())
     _, net = twins(worker, w)
     x, y = worker.data.normalise(worker.data.x[:8]).double(), worker.data.y[:8]
-    loss = cross_entropy(numpy_logits(net, x), y.numpy())
+    loss = F.cross_entropy(net.eval()(x), y).item()
     step(*batch())
     finish(generator)
     moved = [10 * (w[k] - v.detach()) for k, v in worker.net.named_parameters()]
@@ -146,27 +128,6 @@ def test_qfedavg_weighs_by_the_loss_of_the_global_model():
     assert client.sums["h"].item() == pytest.approx(h, rel=1e-6)
     assert client.bytes_up == 8  # h alone: D is in place of the weights
     assert worker.net.training
-
-
-def test_qfedavg_leaves_an_untrained_client_out(tmp_path):
-    """As FedAvg with --weighting uniform does: at q = 0 they agree."""
-    smallest = min(map(len, parts_of(flags())))
-    argv = ["--drop-last", "--batch-size", str(smallest + 1), "--rounds", "2"]
-    a, _ = final("qfedavg", tmp_path / "q", *argv, "--q", "0")
-    b, _ = final("fedavg", tmp_path / "f", *argv, "--weighting", "uniform")
-    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
-
-
-def test_qfedavg_takes_the_server_optimizers(tmp_path):
-    """At momentum 0 and server lr 1 avgm is the plain step; at lr 0.5 it goes half as far."""
-    plain, _ = final("qfedavg", tmp_path / "plain", "--rounds", "1")
-    momentum, _ = final("qfedavg", tmp_path / "avgm", "--rounds", "1", "--server", "avgm")
-    half, _ = final("qfedavg", tmp_path / "half", "--rounds", "1", "--server-lr", "0.5")
-    torch.manual_seed(0)
-    w = common.build_net("cnn", 62).state_dict()
-    for k in w:
-        assert torch.allclose(plain[k], momentum[k], atol=1e-6)
-        assert torch.allclose(half[k] - w[k], (plain[k] - w[k]) / 2, atol=1e-6)
 
 
 # --- FedDyn
@@ -212,36 +173,33 @@ def test_feddyn_server_by_hand():
     assert server["h"][0].item() == pytest.approx(0.25)
 
 
-def states_of(out, name):
-    """Return what each client of a run keeps under a name."""
-    return [run_folder.load(path)[name] for path in (out / "states").iterdir()]
-
-
-def test_feddyn_variates_sum(tmp_path):
-    """The server's h is the mean over all clients of theirs, those never sampled holding 0."""
-    argv = "--clients 8 --partition iid --sample 0.25 --rounds 3"
-    final("feddyn", tmp_path / "run", *argv.split())
-    h = run_folder.load(tmp_path / "run" / "checkpoint.pt")["server"]["h"]
-    states = states_of(tmp_path / "run", "h")
+@pytest.mark.parametrize("name, variate", [("feddyn", "h"), ("scaffold", "c")])
+def test_the_server_s_variate_is_the_clients_mean(tmp_path, name, variate):
+    """Over all clients, those never sampled holding 0."""
+    out = tmp_path / "run"
+    final(name, out, *"--clients 8 --partition iid --sample 0.25 --rounds 3".split())
+    server = run_folder.load(out / "checkpoint.pt")["server"][variate]
+    states = [run_folder.load(path)[variate] for path in (out / "states").iterdir()]
     assert 2 <= len(states) < 8
-    for a, b in zip(h, zip(*states)):
-        assert torch.allclose(a, torch.stack(b).sum(0) / 8, atol=1e-6)
+    for mean, each in zip(server, zip(*states)):
+        assert torch.allclose(mean, torch.stack(each).sum(0) / 8, atol=1e-6)
 
 
 # --- SCAFFOLD
 
 
+@pytest.mark.parametrize("weight", [scaffold.effective_steps, fednova.weight_of_steps])
 @pytest.mark.parametrize(
     "m, nesterov", [(0, False), (0.9, False), (0.9, True), (0.5, True), (0.5, False)]
 )
-def test_scaffold_effective_steps(m, nesterov):
+def test_effective_steps(weight, m, nesterov):
     """The weights of the gradients in the sum of the updates, by running SGD on a gradient of 1."""
     p = nn.Parameter(torch.zeros((), **DOUBLE))
     opt = torch.optim.SGD([p], 1.0, m, nesterov=nesterov)
-    for _ in range(7):
+    for steps in range(1, 8):
         p.grad = torch.ones((), **DOUBLE)
         opt.step()
-    assert scaffold.effective_steps(7, m, nesterov) == pytest.approx(-p.item())
+        assert weight(steps, m, nesterov) == pytest.approx(-p.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -313,23 +271,6 @@ def test_scaffold_option_one_takes_any_number_of_samples():
     plain = common.PlainWorker(net, data, flags(), client, {"round": 1})
     for worker in (engine.Worker(net, data, flags(), 1), plain):
         assert [len(y) for _, y in worker.batches(client)] == [251, 250]
-
-
-def test_scaffold_is_the_averaged_gradient(tmp_path):
-    """Full participation, equal sizes, plain SGD, one local step on all local data.
-
-    Then it is w - lr * mean gradient, whatever the variates; and the server's c is the mean of the
-    clients' in every round."""
-    argv = "--partition iid --momentum 0 --weight-decay 0 --local-steps 1 --batch-size 150"
-    argv = [*argv.split(), "--rounds", "3"]
-    a = plain_final(tmp_path / "fedavg", *argv)
-    b, _ = final("scaffold", tmp_path / "scaffold", *argv)
-    assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
-    c = run_folder.load(tmp_path / "scaffold" / "checkpoint.pt")["server"]["c"]
-    states = states_of(tmp_path / "scaffold", "c")
-    assert len(states) == 4
-    for mean, each in zip(c, zip(*states)):
-        assert torch.allclose(mean, torch.stack(each).mean(0), atol=1e-6)
 
 
 def test_scaffold_leaves_an_untrained_client_alone(tmp_path):

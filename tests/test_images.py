@@ -1,18 +1,24 @@
-"""Data sets of images: glyphs, folders, torchvision's; statistics."""
+"""Data sets of images: glyphs, folders, torchvision's; caches; augmentation."""
 
 import inspect
+import json
+import os
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from conftest import GLYPHS, flags, make_folder
+from conftest import GLYPHS, TINY, flags, make_folder
 from PIL import Image
+from support import make_mnist
 from test_docs import ROOT, blocks_of
+from torchvision import datasets
+from torchvision.transforms import functional as tv
 
 import common
 import run_folder
 import extras.glyphs
+import fedavg
 from extras import images
 
 
@@ -20,42 +26,15 @@ def test_glyphs_follow_the_seed_and_have_writers():
     assert GLYPHS == (20_000, 4_000)
     a, other = extras.glyphs.glyphs(), extras.glyphs.glyphs(seed=1)
     again = extras.glyphs._glyphs.__wrapped__((600, 200), 0)
-    assert a.x.shape == (600, 3, 32, 32)
-    assert a.x_test.shape == (200, 3, 32, 32)
-    assert a.x.dtype == torch.uint8
-    assert a.classes == 62
-    assert torch.equal(a.x, again.x)
-    assert torch.equal(a.y_test, again.y_test)
+    assert (a.x.shape, a.x_test.shape) == ((600, 3, 32, 32), (200, 3, 32, 32))
+    assert (a.x.dtype, a.classes) == (torch.uint8, 62)
+    assert torch.equal(a.x, again.x) and torch.equal(a.y_test, again.y_test)
     assert not torch.equal(a.x, other.x)
     assert len(a.writers) == 600
-    assert len(set(a.writers)) > 2
     # a writer's paper has one colour: corners vary less within a writer than between writers
     corner = a.x[:, :, :3, :3].double().mean((2, 3)).numpy()
     within = np.mean([corner[a.writers == w].var(0) for w in set(a.writers)])
     assert within < 0.5 * corner.var(0).mean()
-
-
-def test_statistics_and_normalise():
-    x = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8)
-    data = common.Data(x, torch.zeros(50).long(), x, torch.zeros(50).long(), 2)
-    pixels = x.numpy().astype(np.float64) / 255
-    assert np.allclose(data.mean.flatten(), pixels.mean((0, 2, 3)), atol=1e-6)
-    assert np.allclose(data.std.flatten(), pixels.std((0, 2, 3)), atol=1e-6)
-    z = data.normalise(x).double()
-    assert z.mean((0, 2, 3)).abs().max() < 1e-5
-    assert (z.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
-
-
-def test_folder(tmp_path):
-    root = make_folder(tmp_path)
-    data = images.folder(root)
-    assert data.x.shape == (6, 3, 12, 12)
-    assert data.x_test.shape == (4, 3, 12, 12)
-    assert data.y.tolist() == [0, 0, 0, 1, 1, 1]
-    assert data.classes == 2
-    image = torch.from_numpy(np.array(Image.open(root / "train/bee/1.png")))
-    assert torch.equal(data.x[4], image.permute(2, 0, 1))
-    assert images.folder(root, 8).x.shape == (6, 3, 8, 8)
 
 
 def test_folder_decodes_once_and_again_when_a_file_changes(tmp_path, monkeypatch):
@@ -73,9 +52,14 @@ def test_folder_decodes_once_and_again_when_a_file_changes(tmp_path, monkeypatch
     Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(root / "train/bee/1.png")
     assert images.folder(root).x[4].max() == 0
     assert len(calls) == 1
-    next(root.glob(".cache-*.pt")).write_bytes(b"damaged")
-    assert images.folder(root).x[4].max() == 0
-    assert len(calls) == 2
+    cache = next(root.glob(".cache-*.pt"))
+    for damage in (
+        lambda: cache.write_bytes(b"damaged"),
+        lambda: (cache.unlink(), os.mkfifo(cache)),
+    ):
+        damage()
+        assert images.folder(root).x[4].max() == 0
+    assert len(calls) == 3 and cache.is_file()
 
 
 def test_folder_keeps_grey_images_grey(tmp_path):
@@ -88,39 +72,6 @@ def test_folder_keeps_grey_images_grey(tmp_path):
     assert (data.x[0, 0] == data.x[0, 2]).all()
 
 
-class Fake:
-    """What torchvision's data sets hold."""
-
-    def __init__(self, *shape):
-        rng = np.random.default_rng(0)
-        self.data = rng.integers(256, size=shape).astype(np.uint8)
-        self.targets = [1] * shape[0]
-        self.classes = list("0123456789")
-
-
-def test_torchvision_layouts(monkeypatch):
-    """CIFAR keeps an HWC numpy array and a list of labels, MNIST a tensor without channels."""
-    from torchvision import datasets
-
-    def cifar(root, train, download):
-        return Fake(6 if train else 2, 32, 32, 3)
-
-    def mnist(root, train, download):
-        return Fake(6 if train else 2, 28, 28)
-
-    monkeypatch.setattr(datasets, "CIFAR10", cifar)
-    data = common.load_data(flags("--dataset", "cifar10"))
-    assert data.x.shape == (6, 3, 32, 32)
-    assert data.x_test.shape == (2, 3, 32, 32)
-    assert data.classes == 10
-    assert data.x[3, 1, 5, 7] == Fake(6, 32, 32, 3).data[3, 5, 7, 1]
-    assert data.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
-    monkeypatch.setattr(datasets, "MNIST", mnist)
-    data = common.load_data(flags("--dataset", "mnist", "--image-size", "16"))
-    assert data.x.shape == (6, 1, 16, 16)
-    assert data.x.dtype == torch.uint8
-
-
 class FakeSVHN:
     """What torchvision's SVHN holds: labels, and an array in another order than its memory's."""
 
@@ -130,10 +81,22 @@ class FakeSVHN:
         self.data, self.labels = pixels.transpose(3, 2, 0, 1), np.arange(n) + 4
 
 
-def test_svhn_and_fashion_mnist(tmp_path, monkeypatch):
-    """Normalised by the mean and deviation of the training pixels; not augmented by default."""
-    from torchvision import datasets
+def test_cifar_is_kept_as_rows_of_pixels(monkeypatch):
+    """torchvision's is an array (n, height, width, channels) and a list of labels."""
+    pixels = np.random.default_rng(0).integers(256, size=(6, 32, 32, 3)).astype(np.uint8)
 
+    class Fake:
+        data, targets, classes = pixels, [1] * 6, list("0123456789")
+
+    monkeypatch.setattr(datasets, "CIFAR10", lambda root, train, download: Fake())
+    data = common.load_data(flags("--dataset", "cifar10"))
+    assert np.array_equal(data.x.permute(0, 2, 3, 1), pixels)
+    assert data.classes == 10
+    assert data.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
+
+
+def test_svhn(monkeypatch):
+    """Normalised by the mean and deviation of the training pixels; not augmented by default."""
     assert [*inspect.signature(datasets.SVHN).parameters][:2] == ["root", "split"]
     monkeypatch.setattr(datasets, "SVHN", FakeSVHN)
     data = common.load_data(flags("--dataset", "svhn"))
@@ -145,16 +108,16 @@ def test_svhn_and_fashion_mnist(tmp_path, monkeypatch):
     assert data.mean.flatten().tolist() == pytest.approx(channels.mean(1).tolist())
     assert data.std.flatten().tolist() == pytest.approx(channels.std(1).tolist())
     assert common.resolve_augment(flags("--dataset", "svhn"), data) == []
-    folder, rng = tmp_path / "FashionMNIST" / "raw", np.random.default_rng(0)
-    folder.mkdir(parents=True)
-    for part, n in (("train", 8), ("t10k", 4)):  # in MNIST's format
-        for name, magic, shape in (("images-idx3", 2051, (n, 28, 28)), ("labels-idx1", 2049, (n,))):
-            content = np.array([magic, *shape], ">i4").tobytes()
-            content += rng.integers(10, size=shape).astype("u1").tobytes()
-            (folder / f"{part}-{name}-ubyte").write_bytes(content)
-    data = common.load_data(flags("--dataset", "fashion-mnist", "--data-dir", str(tmp_path)))
-    assert data.x.shape == (8, 1, 28, 28) and len(data.y_test) == 4
-    assert data.names[9] == "Ankle boot"
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_mnist(tmp_path, name):
+    make_mnist(tmp_path, {"mnist": "MNIST"}.get(name, "FashionMNIST"), 8, 4)
+    argv = ["--dataset", name, "--data-dir", str(tmp_path), "--image-size", "16"]
+    data = common.load_data(flags(*argv))
+    assert data.x.shape == (8, 1, 16, 16) and data.x.dtype == torch.uint8
+    assert len(data.y_test) == 4
+    assert data.names[9] == ("9 - nine" if name == "mnist" else "Ankle boot")
 
 
 def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
@@ -188,37 +151,95 @@ def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
 # --- caches: nothing of other files is read
 
 
-@pytest.fixture
-def cached(tmp_path):
-    """A folder of images with its cache."""
+def test_the_cache_of_other_files_is_made_again(tmp_path):
+    """As after a copy of one cache over another."""
+    roots = [make_folder(tmp_path / "a"), make_folder(tmp_path / "b", classes=("cat", "dog"))]
+    expected, _ = (images.folder(root).x for root in roots)
+    cache, other = (next(root.glob(images.CACHE)) for root in roots)
+    content = run_folder.load(other)
+    content["tensors"]["images"].zero_()
+    run_folder.save(content, cache)
+    assert torch.equal(images.folder(roots[0]).x, expected)
+
+
+def test_one_cache_is_kept(tmp_path):
+    """Other sizes and what kills have left go when one is written; other files stay."""
     root = make_folder(tmp_path)
     images.folder(root)
-    return root
-
-
-def cache_of(root):
-    (path,) = root.glob(images.CACHE)
-    return path
-
-
-def test_the_cache_of_other_files_is_made_again(cached, tmp_path):
-    """As after a copy of one cache over another."""
-    expected = images.folder(cached).x
-    other = make_folder(tmp_path / "other", classes=("cat", "dog"))
-    images.folder(other)
-    content = run_folder.load(cache_of(other))
-    content["tensors"]["images"].zero_()
-    run_folder.save(content, cache_of(cached))
-    assert torch.equal(images.folder(cached).x, expected)
-
-
-def test_one_cache_is_kept(cached):
-    """Other sizes and what kills have left go when one is written; other files stay."""
-    name = cache_of(cached).name
+    [cache] = root.glob(images.CACHE)
     kept = [".cache-mine.pt", ".cache-mine.pt.1.tmp", "x.tmp"]
-    for file in [*kept, f"{name}.1.tmp", ".cache-01234567.pt"]:
-        (cached / file).write_text("some")
-    images.folder(cached, 8)
-    found = {path.name for path in cached.iterdir() if path.is_file()}
-    assert found == {*kept, cache_of(cached).name}
-    assert name not in found
+    for file in [*kept, f"{cache.name}.1.tmp", ".cache-01234567.pt"]:
+        (root / file).write_text("some")
+    images.folder(root, 8)
+    [new] = root.glob(images.CACHE)
+    assert {path.name for path in root.iterdir() if path.is_file()} == {*kept, new.name}
+    assert new != cache
+
+
+# --- augmentation
+
+
+def one_by_one(images, draws):
+    """Return the images, each augmented by torchvision's functions."""
+    found = []
+    for i, image in enumerate(images):
+        draw = {name: values[i].tolist() for name, values in draws.items()}
+        if "rotate" in draw:
+            image = tv.rotate(image, draw["rotate"])
+        for name, mode in (("crop", "constant"), ("reflect-crop", "reflect")):
+            if name in draw:
+                image = tv.crop(tv.pad(image, 4, padding_mode=mode), *draw[name], 32, 32)
+        if draw.get("flip"):
+            image = tv.hflip(image)
+        found.append(image)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    "names", ["crop", "flip", "crop flip", "reflect-crop flip", "rotate15 crop flip"]
+)
+def test_augmentation_equals_a_loop_over_images(names):
+    """In a rotation a source position on the border of two pixels may round either way."""
+    images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
+    drawn = common.draw_augment(names.split(), np.random.default_rng(0), (40,), 32)
+    draws = {k: torch.from_numpy(v) for k, v in drawn.items()}
+    for name, values in draws.items():
+        least, most = {"flip": (0, 1), "rotate": (-15, 15)}.get(name, (0, 8))
+        assert least <= values.min() < least + 5 and most - 5 < values.max() <= most
+    fast, slow = common.apply_augment(images, draws), one_by_one(images, draws)
+    same = (fast == slow).float().mean()
+    assert same > 0.999 if "rotate" in names else same == 1
+
+
+@pytest.mark.parametrize(
+    "argv, augment",
+    [
+        ("--augment rotate10,crop,flip", ["rotate10", "crop", "flip"]),
+        ("--augment reflect-crop,flip", ["reflect-crop", "flip"]),
+        ("--augment none", []),
+        ("", []),  # glyphs: a mirrored character is another one
+        ("--dataset cifar10", ["crop", "flip"]),
+    ],
+)
+def test_augment_flag(argv, augment):
+    assert common.resolve_augment(flags(*argv.split())) == augment
+
+
+@pytest.mark.parametrize("mode, augment", [("L", "none"), ("RGB", "crop,flip")])
+def test_auto_leaves_grey_images_alone(tmp_path, capsys, mode, augment):
+    """A folder of digits: the batches are as they are read; the line and config.json say so."""
+    root, out = make_folder(tmp_path / "data", mode=mode), tmp_path / "run"
+    words = f"--dataset folder --data-dir {root} --min-size 1 --model simple-cnn --image-size 16"
+    words = [*TINY, *words.split(), "--clients", "2", "--clip", "2", "--out", str(out)]
+    fedavg.main([word for word in words if word != "--quiet"])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert f"lr 0.01, momentum 0.9, weight decay 0.0001, clip 2, augment {augment}; on cpu" in line
+    assert line.endswith(f"workers: {min(2, common.CORES)}")
+    assert json.loads((out / "config.json").read_text())["augment"] == augment
+    args = flags(*words)
+    data, client = common.load_data(args), common.Client(0, np.arange(6))
+    net = common.prepare_net(data, args)
+    worker = common.PlainWorker(net, data, args, client, {"round": 1})
+    sums = [x.sum().item() for x, _ in worker.local_batches(client)]
+    plain = data.normalise(data.x).sum().item()
+    assert (sums == [pytest.approx(plain, abs=1e-2)]) == (mode == "L")

@@ -1,15 +1,30 @@
-"""The loop against numpy: sampling, batches, SGD, weights, averages, evaluation, rows."""
+"""The loop against numpy: sampling, batches, SGD, RMSProp, averages, evaluation, rows."""
+
+import dataclasses
+import json
+import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import flags, plainly
+import torch.nn.functional as F
+from conftest import TINY, flags, plainly
 
 import common
+import run_folder
+import extras.glyphs
 import fedavg
+from extras import metrics
 
 CLASSES, COLUMNS = 3, 5
+
+
+class Double(common.Data):
+    """A data set in float64."""
+
+    def normalise(self, x):
+        return super().normalise(x).double()
 
 
 def data_of(n=90):
@@ -17,7 +32,7 @@ def data_of(n=90):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(n, COLUMNS)).astype(np.float32)
     y = x[:, :CLASSES].argmax(1)
-    return common.Data(x[30:], y[30:], x[:30], y[:30], CLASSES)
+    return Double(x[30:], y[30:], x[:30], y[:30], CLASSES)
 
 
 def softmax_loss(x, y, v):
@@ -39,18 +54,22 @@ def batches_of(part, args, rng):
 
 
 def train_by_numpy(v, m, x, y, batches, lr, args):
-    """Return (W, b), momentum and losses after a client's steps of SGD."""
-    losses = []
+    """Return (W, b), the optimizer's state and losses after a client's steps."""
+    losses, (m, s) = [], m
     for index in batches:
         loss, g, _ = softmax_loss(x[index], y[index], v)
         losses.append(loss * len(index))
         norm = np.sqrt(sum((a**2).sum() for a in g))
-        factor = min(1, args.clip / norm) if args.clip else 1
+        factor = min(1, args.clip / (norm + 1e-6)) if args.clip else 1  # as torch
         g = [factor * a + args.weight_decay * b for a, b in zip(g, v)]
+        if args.optimizer == "rmsprop":
+            s = [0.99 * a + 0.01 * b**2 for a, b in zip(s, g)]
+            g = [b / (np.sqrt(a) + 1e-8) for a, b in zip(s, g)]
         m = [args.momentum * a + b for a, b in zip(m, g)]
-        step = [b + args.momentum * a for a, b in zip(m, g)] if args.nesterov else m
+        nesterov = args.nesterov and args.optimizer == "sgd"
+        step = [b + args.momentum * a for a, b in zip(m, g)] if nesterov else m
         v = [a - lr * b for a, b in zip(v, step)]
-    return v, m, losses
+    return v, (m, s), losses
 
 
 def readings(accuracies):
@@ -77,7 +96,7 @@ def loop_by_numpy(data, v, parts, args):
         lr = args.lr * args.lr_decay ** (t - 1)
         for k in clients:
             rng = np.random.default_rng([*b"batches", args.seed, t, k])
-            batches, m = batches_of(parts[k], args, rng), [0, 0]
+            batches, m = batches_of(parts[k], args, rng), ([0, 0], [0, 0])
             if args.persist_opt:
                 m = kept.get(k, m)
             end, kept[k], found = train_by_numpy(v, m, x, y, batches, lr, args)
@@ -90,7 +109,7 @@ def loop_by_numpy(data, v, parts, args):
         accuracies.append(100 * hits.mean())
         row = {"round": t, "lr": lr, "clients": clients, "samples": samples, "test_loss": loss}
         row |= {"train_loss": losses / samples, "test_acc": accuracies[-1]} | readings(accuracies)
-        traffic = 4 * count * sum(a.size for a in v)
+        traffic = 8 * count * sum(a.size for a in v)
         rows.append(row | {"bytes_down": traffic, "bytes_up": traffic})
     return v, rows
 
@@ -104,6 +123,8 @@ def loop_by_numpy(data, v, parts, args):
         "--sample 0.4 --weighting uniform --no-nesterov --seed 3",
         "--drop-last --clip 0.2 --data-seed 2",
         "--local-steps 5 --persist-opt --weight-decay 0.1",
+        "--optimizer rmsprop --lr 0.001 --weight-decay 0.01",
+        "--optimizer rmsprop --lr 0.001 --persist-opt",
     ],
 )
 def test_the_loop_by_numpy(tmp_path, argv, run):
@@ -111,12 +132,150 @@ def test_the_loop_by_numpy(tmp_path, argv, run):
     out = ["--out", str(tmp_path / "run")]
     args, data = flags(*words.split(), "--lr", "0.2", *argv.split(), *out), data_of()
     torch.manual_seed(1)
-    net = nn.Sequential(common.Classifier(COLUMNS, CLASSES))
-    v = [p.detach().double().numpy() for p in net.parameters()]
+    net = nn.Sequential(common.Classifier(COLUMNS, CLASSES)).double()
+    v = [p.detach().numpy().copy() for p in net.parameters()]
     found, rows = run(args, fedavg.local_update, data=data, net=net)
     expected, by_numpy = loop_by_numpy(data, v, common.partition(data, args), args)
     for a, b in zip(found.parameters(), expected):
-        assert np.allclose(a.detach().numpy(), b, atol=1e-6)
+        assert np.allclose(a.detach().numpy(), b, rtol=1e-8, atol=1e-10)
     for row, numbers in zip(rows, by_numpy, strict=True):
         assert row["clients"] == numbers.pop("clients")
-        assert {k: row[k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
+        assert {k: row[k] for k in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+def test_evaluate_counts_the_whole_test_set():
+    """In eval mode, whichever the network is in: image by image it is the same then."""
+    data, net = extras.glyphs.glyphs(), common.build_net("resnet8", 62).train()
+    net(data.normalise(data.x[:50]))  # statistics that are no batch's
+    predicted = torch.zeros(200, dtype=torch.long)
+    accuracy, loss = common.evaluate(net, data, flags(), predicted=predicted)
+    assert not net.training
+    out = torch.cat([net(data.normalise(x[None])) for x in data.x_test])
+    assert torch.equal(predicted, out.argmax(1))
+    hits = (predicted == data.y_test).double()
+    assert accuracy == pytest.approx(100 * hits.mean().item())
+    assert loss == pytest.approx(F.cross_entropy(out, data.y_test).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "y, predicted, balanced, f1",
+    [
+        # recalls 2/3, 0, 1; F1 2*2/(3+3), 0/(1+1), 2*1/(1+1); no class 3 anywhere
+        ([0, 0, 0, 1, 2], [0, 0, 1, 0, 2], 500 / 9, 500 / 9),
+        # class 3 is predicted alone: no recall, F1 0; class 1 is neither
+        ([0, 0, 2, 2], [0, 3, 2, 2], 75, 100 * (2 / 3 + 1 + 0) / 3),
+        ([1, 1], [1, 1], 100, 100),
+        ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0] * 10, 50, 100 * 18 / 19 / 2),  # accuracy 90
+    ],
+)
+def test_metrics_of_scikit_learn(y, predicted, balanced, f1):
+    found = metrics.readings(torch.tensor(y), torch.tensor(predicted), 4)
+    assert found["test_balanced_acc"] == pytest.approx(balanced)
+    assert found["test_macro_f1"] == pytest.approx(f1)
+
+
+@pytest.mark.parametrize("more", [[], ["--plain"]])
+def test_metric_all_is_of_the_evaluated_network(tmp_path, more):
+    argv = ["--metric", "all", "--eval-every", "2", "--client-test", "--lr", "0.1"]
+    net, rows = fedavg.main([*TINY, *argv, *more, "--out", str(tmp_path / "run")])
+    names = {"test_balanced_acc", "test_macro_f1"}
+    assert not names & rows[0].keys() and names < rows[1].keys()
+    data = extras.glyphs.glyphs()
+    predicted = net.eval()(data.normalise(data.x_test)).argmax(1)
+    found = metrics.readings(data.y_test, predicted, 62)
+    assert {k: rows[1][k] for k in names} == pytest.approx(found)
+    assert 0 < found["test_balanced_acc"] != pytest.approx(rows[1]["test_acc"])
+
+
+def test_summary():
+    """EMA of 10, 20 with factor 0.9: (0.9 * 1 + 2) / 0.19 by hand.
+
+    The last five of 1..6 have mean 4 and population deviation sqrt(2)."""
+
+    def summary(*values):
+        return common.summary([{"test_acc": value} for value in values])
+
+    assert summary(10, None, 20)["acc_ema"] == pytest.approx(2.9 / 0.19)
+    assert summary(1, 2, 3, 4, 5, 6) | {"acc_ema": 0} == {
+        "acc_ema": 0,
+        "acc_last5_mean": 4,
+        "acc_last5_std": pytest.approx(math.sqrt(2)),
+        "best_acc": 6,
+    }
+    names = ("acc_ema", "acc_last5_mean", "acc_last5_std", "best_acc")
+    assert summary(None) == dict.fromkeys(names)
+
+
+def test_metrics(tmp_path):
+    """What numpy's loop cannot tell: rounds without evaluation, times, memory, the file."""
+    argv = ["--eval-every", "2", "--rounds", "3", "--out", str(tmp_path / "run")]
+    _, rows = fedavg.main([*TINY, *argv])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert rows == [json.loads(line) for line in lines]
+    assert [row["test_acc"] is None for row in rows] == [True, False, False]
+    assert rows[2]["best_acc"] == max(rows[1]["test_acc"], rows[2]["test_acc"])
+    for row in rows:
+        assert row["samples_per_s"] == pytest.approx(600 / row["seconds"]["train"])
+        assert row["peak_memory"] > 1e6
+        assert set(row["seconds"]) == {"train", "aggregate", "evaluate", "other"}
+
+
+def test_validation_picks_the_best(tmp_path, monkeypatch):
+    """60 of the 600 training samples, on which round 1 is best; the clients have the others."""
+    scores = {200: iter([(1.0, 9.0), (3.0, 9.0), (2.0, 9.0)]), 60: iter([(7.0, 8.0), (5.0, 8.0)])}
+    evaluated = []
+
+    def evaluate(net, data, args, pool_map=map, predicted=None):
+        evaluated.append((data.x_test, data.y_test, [v.clone() for v in net.parameters()]))
+        return next(scores[len(data.y_test)], (6.0, 8.0))
+
+    monkeypatch.setattr(common, "evaluate", evaluate)
+    out = tmp_path / "run"
+    words = [*TINY, "--rounds", "3", "--local-steps", "1", "--validation", "0.1"]
+    _, rows = fedavg.main([*words, "--epochs", "1", "--out", str(out)])
+    assert [row["val_acc"] for row in rows] == [7, 5, 6]
+    assert [row["val_loss"] for row in rows] == [8, 8, 8]
+    assert [row["test_acc"] for row in rows] == [1, 3, 2]
+    assert [row["best_acc"] for row in rows] == [1, 1, 1]
+    best = list(run_folder.load(out / "best.pt").values())
+    assert all(torch.equal(a, b) for a, b in zip(best, evaluated[1][2]))
+    data, args = extras.glyphs.glyphs(), flags("--validation", "0.1")
+    kept = common.load_data(args)
+    assert len(kept.x) == len(kept.y) == len(kept.writers) == 540
+    assert torch.equal(kept.x_val, evaluated[1][0]) and torch.equal(kept.y_val, evaluated[1][1])
+
+    def images(*parts):
+        return sorted(image.numpy().tobytes() for part in parts for image in part)
+
+    assert images(kept.x, kept.x_val) == images(data.x)
+    other = common.load_data(flags("--validation", "0.1", "--data-seed", "1"))
+    assert len(other.x_val) == 60
+
+
+@pytest.mark.parametrize("own, more, shown", [(0, "0", False), (50, "0", True), (0, "0.5", True)])
+def test_own_samples_for_validation(tmp_path, own, more, shown):
+    """--validation 0 holds out none, and takes those that are there; 0.5 some of the others."""
+    data = extras.glyphs.glyphs()
+    if own:
+        data = dataclasses.replace(data, x_val=data.x_test[:own], y_val=data.y_test[:own])
+    words = ["--local-steps", "1", "--rounds", "1", "--validation", more]
+    args = flags(*words, "--out", str(tmp_path / "run"))
+    _, rows = common.run(args, fedavg.local_update, data=data)
+    assert ("val_acc" in rows[0]) == shown
+
+
+def test_table_of_rows(tmp_path):
+    """As a dict of tensors, and one tensor in a file: of at most twice the rows."""
+    g, table, expected = torch.Generator().manual_seed(0), {}, {}
+    assert common.rows_of(table, [1, 2], 5).shape == (0, 5)
+    for _ in range(500):
+        k = int(torch.randint(10**6, 10**6 + 100, (), generator=g))
+        row = torch.randn(5, generator=g)
+        assert torch.equal(common.keep_row(table, k, row), expected.get(k, torch.zeros(5)))
+        expected[k] = row
+    assert common.rows_of(table, [3], 5).shape == (0, 5)
+    assert len(table["values"]) < 2 * len(expected)
+    run_folder.save({"server": table}, tmp_path / "table")
+    for found in (table, run_folder.load(tmp_path / "table")["server"]):
+        rows = common.rows_of(found, reversed(expected), 5)
+        assert torch.equal(rows, torch.stack([*expected.values()]))

@@ -16,12 +16,12 @@ ON_RESNET = "stochdepth gradaug fedalign fedcka fedmlb mixup rfedavg rfedavg_cod
     "name, model",
     [
         *((name, "cnn") for name in OFF if name != "stochdepth"),
-        *((name, "resnet56") for name in ON_RESNET.split()),
+        *((name, "resnet8") for name in ON_RESNET.split()),
     ],
 )
 def test_off_is_fedavg(tmp_path, name, model):
     flags = ["--model", model, "--sample", "0.5", "--epochs", "2"]
-    if model == "resnet56":
+    if model == "resnet8":
         flags = [*RESNET]
     if name == "moon":
         flags += ["--projection", "256"]
@@ -31,6 +31,11 @@ def test_off_is_fedavg(tmp_path, name, model):
     assert same(off, plain_final(tmp_path / "plain", *flags))
 
 
+# On all local data, of which each has as much: the mean gradient, whatever the variates.
+ONE_STEP = "--partition iid --momentum 0 --weight-decay 0 --local-steps 1 --batch-size 150"
+UNTRAINED = "--drop-last --batch-size 142 --rounds 2"  # more than the smallest client has
+
+
 @pytest.mark.parametrize(
     "name, flags, plain",
     [
@@ -38,7 +43,12 @@ def test_off_is_fedavg(tmp_path, name, model):
         ("fedavg", "--server avgm --server-momentum 0", ""),
         ("scaffold", "--rounds 1", "--rounds 1"),
         ("scaffold", "--rounds 1 --momentum 0", "--rounds 1 --momentum 0"),
+        ("scaffold", f"{ONE_STEP} --rounds 3", f"{ONE_STEP} --rounds 3"),
         ("feddyn", "--dyn-alpha 0", "--weighting uniform"),
+        ("qfedavg", f"--q 0 {UNTRAINED}", f"--weighting uniform {UNTRAINED}"),
+        ("qfedavg", "--q 0 --server avgm", "--weighting uniform --server avgm"),
+        ("qfedavg", "--q 0 --server-lr 0.5", "--weighting uniform --server-lr 0.5"),
+        ("fednova", "--local-steps 3", "--local-steps 3"),
     ],
 )
 def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
@@ -69,33 +79,9 @@ def test_defaults_that_follow_other_flags():
     assert of("fedmlb", "--dyn-alpha 0.1 --weighting samples").weighting == "samples"
     assert [of("gradaug", f"--subnets {n}").mu for n in "1234"] == [2.0, 1.75, 1.5, 1.25]
     assert of("moon").projection == 0
-
-
-@pytest.mark.parametrize(
-    "name, down, up",
-    [
-        ("fedavg", 1, 1),
-        ("moon", 1, 1),
-        ("fedcka", 1, 1),
-        ("fedmlb", 1, 1),
-        ("feddyn", 1, 1),
-        ("ditto", 1, 1),
-        ("fitnet", 1, 1),
-        ("scaffold", 2, 2),
-        ("fedgkd", 2, 1),
-    ],
-)
-def test_bytes_follow_the_methods_account(tmp_path, name, down, up):
-    """In units of sampled clients and models, from the second round on.
-
-    Model S, parameters P; without batch norm P = S."""
-    weights, rows = final(name, tmp_path / name)
-    size = 4 * common.nbytes(weights)
-    assert (rows[1]["bytes_down"] / size, rows[1]["bytes_up"] / size) == (down, up)
-    if name == "fedgkd":
-        assert rows[0]["bytes_down"] == size  # its first round
-        off = final("fedgkd", tmp_path / "off", "--gamma", "0")[1]
-        assert off[1]["bytes_down"] == size
+    for server, lr, momentum in (("adam", 0.01, 0.9), ("yogi", 0.01, 0.9), ("avgm", 1, 0.4)):
+        found = of("fedavg", f"--server {server}")
+        assert (found.server_lr, found.server_momentum) == (lr, momentum)
 
 
 def test_bytes_of_qfedavg_fednova_and_noisy_rfedavg(tmp_path):

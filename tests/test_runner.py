@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-from makers import PLAIN, ROOT, make_images, make_run, read_rows, run_reproduce
+from conftest import make_folder
+from makers import PLAIN, ROOT, make_run, read_rows, run_reproduce
 from tqdm import tqdm
 
 from reproduce import jobs
@@ -108,7 +109,7 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
         "--model cnn --clients 2 --rounds 40 --epochs 1 --partition iid --device cpu --workers 1"
     )
     flags = ["--dataset", "folder", *flags.split(), "--eval-every", "10"]
-    flags += ["--data-dir", str(make_images(tmp_path / "data", 32))]
+    flags += ["--data-dir", str(make_folder(tmp_path / "data", (32, 32)))]
     argv = ["fedprox,fedavg", *flags, "--runs", str(tmp_path)]
     folder = tmp_path / "compare-folder-cnn-clients2-epochs1-eval-every10-partitioniid"
     done, cut = folder / "fedprox-seed0", folder / "fedavg-seed0"

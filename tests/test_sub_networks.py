@@ -1,4 +1,4 @@
-"""The networks of the main tables, their blocks, and their narrow sub-networks."""
+"""The networks: sizes, blocks, narrow sub-networks; the small ones of extras/backbones.py."""
 
 import pytest
 import torch
@@ -6,48 +6,51 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import common
+from extras.backbones import Bypass
 
 
 @pytest.mark.parametrize(
     "name, classes, channels, size, projection, count",
-    [  # methods' published sizes
-        ("resnet56", 100, 3, 32, 0, 614_452),
+    [  # methods' published sizes; docs/networks.md has the others
         ("resnet56", 10, 3, 32, 0, 591_322),
         ("resnet56", 10, 3, 32, 256, 722_906),
         ("resnet56", 100, 3, 32, 256, 746_036),
-        ("resnet18", 200, 3, 64, 0, 11_279_112),
         ("resnet18", 200, 3, 64, 256, 11_621_896),
-        ("resnet18-gn", 100, 3, 32, 0, 11_220_132),
         ("resnet18-gn", 200, 3, 32, 0, 11_271_432),
-        ("resnet50", 100, 3, 32, 256, 28_246_948),
-        ("cnn", 10, 3, 32, 0, 151_802),
-        ("cnn-moon", 10, 3, 32, 0, 92_626),
-        ("simple-cnn", 10, 3, 32, 0, 62_006),
-        ("cnn-mcmahan", 10, 1, 28, 0, 1_663_370),
         ("cnn-mcmahan", 10, 3, 28, 0, 1_664_970),
         ("cnn-mcmahan", 62, 1, 28, 0, 1_690_046),
     ],
 )
 def test_parameter_counts(name, classes, channels, size, projection, count):
-    net = common.build_net(name, classes, channels, size, projection)
+    net = common.build_net(name, classes, channels, size, projection).eval()
     assert sum(p.numel() for p in net.parameters()) == count
     x = torch.randn(2, channels, size, size)
-    net.eval()
     assert net(x).shape == (2, classes)
     assert torch.equal(net[-1](net[:-1](x)), net(x))
 
 
-def counts(name, classes):
-    """Return the number of parameters of each block."""
-    blocks = common.build_net(name, classes)
-    return [sum(p.numel() for p in block.parameters()) for block in blocks]
-
-
-def test_block_sizes():
-    assert counts("resnet56", 100)[1:4] == [27_648, 113_152, 447_488]
-    assert counts("resnet18-gn", 100) == [1_856, 147_968, 525_568, 2_099_712, 8_393_728, 0, 51_300]
-    assert counts("cnn", 10) == [1_216, 12_832, 96_120, 10_164, 7_140, 21_760, 2_570]
-    assert common.nbytes(common.build_net("resnet56", 100).state_dict()) == 2_494_240
+@pytest.mark.parametrize(
+    "name, shapes",
+    [  # channels and height of the feature maps of a 32x32 image
+        ("vgg9", "32x32 64x32 128x16 128x16 256x8 256x8"),
+        ("mobilenet", "32x34 16x34 24x17 32x9 64x5 96x5 160x5 1280x5"),
+        ("resnet8", "16x16 16x16 32x8 64x4"),
+        ("shufflenet", "24x32 240x16 480x8 960x4"),
+        ("squeezenet", "96x16 128x16 128x16 256x8 256x8 384x8 384x8 512x4 512x4"),
+        ("cnn", "16x28 32x10"),
+        ("resnet56", "16x32 64x32 128x16 256x8"),
+        ("resnet18-gn", "64x32 64x32 128x16 256x8 512x4"),
+    ],
+)
+def test_feature_maps(name, shapes):
+    net, h = common.build_net(name, 100).eval(), torch.randn(2, 3, 32, 32)
+    for block, shape in zip(net, shapes.split()):
+        h = block(h)
+        channels, size = map(int, shape.split("x"))
+        assert h.shape == (2, channels, size, size)
+    assert net(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+    groups = {m.num_groups for m in net.modules() if isinstance(m, torch.nn.GroupNorm)}
+    assert groups == ({2} if name in common.EXTRA_NETS or "gn" in name else set())  # FedMLB's
 
 
 def test_simple_cnn_layer_by_layer():
@@ -69,43 +72,38 @@ def test_simple_cnn_layer_by_layer():
         assert 0.9 * bound < layer.weight.abs().max() <= bound
 
 
-def test_outputs_of_the_blocks_of_cnn():
-    """Of convolutions post-ReLU and pre-pooling; the 256 features have no activation."""
-    net, x = common.build_net("cnn", 10), torch.randn(1, 3, 32, 32)
-    assert net[0](x).shape == (1, 16, 28, 28)
-    assert net[:2](x).shape == (1, 32, 10, 10)
-    assert net[:2](x).min() == 0
-    assert net[:-1](x).min() < 0
+@pytest.mark.parametrize(
+    "channels, width, kept",
+    [
+        (256, 0.25, 64),
+        (16, 0.8, 16),  # 12.8
+        (40, 0.6, 24),
+        (64, 0.8, 48),  # 51.2, of which 48 is 93.75%
+        (16, 0.7, 16),  # 11.2, of which 8 is 71%
+        (128, 0.73, 96),  # 93.44, of which 88 is 94%
+        (16, 0.1, 8),
+        (3, 0.25, 3),
+    ],
+)
+def test_make_divisible(channels, width, kept):
+    """Multiples of 8, halves up, at least 90% of the exact width; never under 8 or above all."""
+    assert common.make_divisible(channels, width) == kept
 
 
-def test_make_divisible():
-    """Multiples of 8, halves up, at least 90% of the exact width.
-
-    0.25 * 256 = 64; 0.8 * 16 = 12.8 -> 16; 0.6 * 40 = 24; 0.8 * 64 = 51.2 -> 48 (93.75%); 0.7 * 16
-    = 11.2 -> 8 would be 71%, so 16; 0.73 * 128 = 93.44 -> 96, though 88 would be 94%; never under 8
-    or above all channels."""
-    cases = [
-        (256, 0.25),
-        (16, 0.8),
-        (40, 0.6),
-        (64, 0.8),
-        (16, 0.7),
-        (128, 0.73),
-        (16, 0.1),
-        (3, 0.25),
-    ]
-    found = [common.make_divisible(channels, width) for channels, width in cases]
-    assert found == [64, 16, 24, 48, 16, 96, 8, 3]
-
-
-@pytest.mark.parametrize("name", ["resnet56", "resnet18-gn", "cnn"])
+@pytest.mark.parametrize(
+    "name", ["resnet56", "resnet18-gn", "cnn", "mobilenet", "shufflenet", "squeezenet"]
+)
 def test_at_width_one_is_the_plain_call(name):
+    """Of groups and concatenations there are no narrow networks."""
     torch.manual_seed(0)
     net = common.build_net(name, 10).train()
     x, before = torch.randn(4, 3, 32, 32), {k: v.clone() for k, v in net.named_buffers()}
     narrow = common.at_width(net, x, 1.0)
     assert all(torch.equal(v, before[k]) for k, v in net.named_buffers())
     assert torch.equal(narrow, net(x))
+    if name in ("mobilenet", "shufflenet", "squeezenet"):
+        with pytest.raises(common.UserError, match="is not defined; use another --model"):
+            common.at_width(net, x, 0.5)
 
 
 def test_at_width_is_the_narrow_network():
@@ -137,21 +135,62 @@ def test_at_width_is_the_narrow_network():
     assert n1.num_batches_tracked == 0
 
 
-def test_at_width_of_a_network_that_flattens_maps():
-    """cnn at 0.5: 8 and 16 channels, 16 * 25 inputs of the first linear layer, all classes."""
-    net, x = common.build_net("cnn", 10), torch.randn(2, 3, 32, 32)
-    h = F.conv2d(x, net[0][0].weight[:8], net[0][0].bias[:8]).relu()
-    h = F.conv2d(F.max_pool2d(h, 2), net[1][1].weight[:16, :8], net[1][1].bias[:16]).relu()
-    h = F.max_pool2d(h, 2).flatten(1)
-    for fc, n in ((net[2][2], 64), (net[3][0], 40), (net[4][0], 40), (net[5][0], 128)):
-        h = F.linear(h, fc.weight[:n, : h.shape[1]], fc.bias[:n])
-        h = h if fc is net[5][0] else h.relu()
-    expected = F.linear(h, net[6].weight[:, :128], net[6].bias)
-    assert torch.allclose(common.at_width(net, x, 0.5), expected, atol=1e-6)
+@pytest.mark.parametrize(
+    "layer, shape, word",
+    [
+        (nn.Conv2d(16, 16, 3, groups=2), (1, 16, 8, 8), "grouped"),
+        (nn.LSTM(16, 16), (1, 2, 16), "LSTM"),
+    ],
+)
+def test_at_width_refuses_what_it_cannot_slice(layer, shape, word):
+    with pytest.raises(common.UserError, match=word):
+        common.at_width(layer, torch.randn(shape), 0.5)
 
 
-def test_at_width_refuses_what_it_cannot_slice():
-    with pytest.raises(common.UserError, match="grouped"):
-        common.at_width(nn.Conv2d(16, 16, 3, groups=2), torch.randn(1, 16, 8, 8), 0.5)
-    with pytest.raises(common.UserError, match="LSTM"):
-        common.at_width(nn.LSTM(16, 16), torch.randn(1, 2, 16), 0.5)
+def test_bypasses_and_shuffles():
+    """Fire modules 3, 5 and 7 add their input, as do the 2 + 2 + 3 + 2 + 2 - 1 units of MobileNet
+    that keep size and width; ShuffleNet deals the channels of 3 groups in turn."""
+    blocks = common.build_net("squeezenet", 10).named_children()
+    assert [name for name, b in blocks if isinstance(b, Bypass)] == ["fire3", "fire5", "fire7"]
+    units = common.build_net("mobilenet", 10).modules()
+    assert sum(isinstance(m, Bypass) for m in units) == 1 + 2 + 3 + 2 + 2
+    block = Bypass(torch.nn.Conv2d(2, 2, 1))
+    x = torch.randn(1, 2, 3, 3)
+    assert torch.equal(block(x), block.branch(x) + x)
+    layers = common.build_net("shufflenet", 10).modules()
+    shuffle = next(m for m in layers if isinstance(m, torch.nn.ChannelShuffle))
+    numbers = torch.arange(6.0).view(1, 6, 1, 1)
+    assert shuffle(numbers).flatten().tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def layers(module):
+    """Return the kinds of layers of a module in order, without their 2d."""
+    leaves = [m for m in module.modules() if not any(m.children())]
+    return " ".join(type(m).__name__.removesuffix("2d") for m in leaves)
+
+
+SHUFFLE = "Conv GroupNorm ReLU ChannelShuffle Conv GroupNorm Conv GroupNorm"
+
+
+@pytest.mark.parametrize(
+    "name, part, expected",
+    [
+        ("shufflenet", "stage2.0", f"AvgPool {SHUFFLE} ReLU"),  # which halves: it pools its input
+        ("shufflenet", "stage2.1.branch", SHUFFLE),
+        ("mobilenet", "stage2.1", "Conv GroupNorm ReLU6 Conv GroupNorm ReLU6 Conv GroupNorm"),
+        ("mobilenet", "head", "*Conv GroupNorm Conv GroupNorm ReLU6"),
+        ("squeezenet", "fire2", "Conv GroupNorm ReLU Conv GroupNorm ReLU Conv GroupNorm ReLU"),
+        ("vgg9", "0", "Conv GroupNorm ReLU"),
+        ("vgg9", "2", "MaxPool Conv GroupNorm ReLU"),
+    ],
+)
+def test_layers_of_the_small_networks(name, part, expected):
+    """Which layers follow each other in a unit."""
+    net = common.build_net(name, 10)
+    found = layers(net[int(part)] if part.isdigit() else net.get_submodule(part))
+    assert found == expected or (expected[0] == "*" and found.endswith(expected[1:]))
+    for m in net.modules():
+        if name == "shufflenet" and isinstance(m, nn.AvgPool2d):
+            assert (m.kernel_size, m.stride, m.padding) == (3, 2, 1)
+        if name == "vgg9" and isinstance(m, nn.Conv2d):
+            assert not m.bias.any()
