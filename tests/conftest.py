@@ -109,11 +109,11 @@ def refused(capsys, script, argv, *words, code=2, alone=True):
 refused_amid_output = functools.partial(refused, alone=False)
 
 
-def make_folder(root, size=(12, 12), mode="RGB", classes=("ape", "bee")):
-    """Write an image folder of three training and two test images a class; return root."""
+def make_folder(root, size=(12, 12), mode="RGB", classes=("ape", "bee"), counts=(3, 2)):
+    """Write an image folder of so many training and test images a class; return root."""
     rng = np.random.default_rng(0)
     shape = (*size[::-1], 3) if mode == "RGB" else size[::-1]
-    for part, count in (("train", 3), ("test", 2)):
+    for part, count in zip(("train", "test"), counts):
         for name in classes:
             (root / part / name).mkdir(parents=True, exist_ok=True)
             for i in range(count):

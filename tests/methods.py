@@ -57,7 +57,7 @@ RESNET = "--model resnet8 --local-steps 2 --clients 2 --batch-size 16 --rounds 1
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 VARIANTS = [  # each script, and its variants with a code path of their own
     *((name, "") for name in METHODS),
-    ("moon", "--frozen-mode train --model resnet56 --batch-size 16 --local-steps 2"),
+    ("moon", "--frozen-mode train --model resnet8"),
     ("fedcka", "--similarity-metric kernel-cka"),
     ("scaffold", "--option 1"),
     ("scaffold", "--correction gradient"),
@@ -75,9 +75,7 @@ VARIANTS = [  # each script, and its variants with a code path of their own
 
 def needed(name, argv=()):
     """Return the flags without which a script does not run: some blocks, a norm to clip to."""
-    if name == "stochdepth" and "--model" not in argv:
-        return RESNET
-    if name == "fedbn" and "--model" not in argv:
+    if name in ("stochdepth", "fedbn") and "--model" not in argv:
         return ["--model", "resnet8"]
     if name == "rfedavg_dp" and "--noise-clip" not in argv:
         return ["--noise-clip", "1"]
@@ -94,18 +92,13 @@ def final(name, out, *argv):
 FOUND = {}
 
 
-def final_once(name, out, *argv):
-    """Return the weights of final(), run once for each script and set of flags."""
-    if (name, argv) not in FOUND:
-        FOUND[name, argv] = final(name, out, *argv)[0]
-    return FOUND[name, argv]
-
-
 def plain_final(out, *argv):
-    """Return the weights of fedavg.py."""
-    return final_once("fedavg", out, *argv)
+    """Return the weights of fedavg.py, run once for each set of flags."""
+    if argv not in FOUND:
+        FOUND[argv] = final("fedavg", out, *argv)[0]
+    return FOUND[argv]
 
 
 # Flags of a run that shows what each variant does: three rounds, as a client's last model and the
 # server's memory act from the second on; steps on full batches and on short ones; few of them.
-SHORT = "--rounds 3 --local-steps 4 --sample 0.5 --lr-decay 0.9 --workers 1".split()
+SHORT = "--rounds 3 --local-steps 4 --sample 0.5 --lr-decay 0.9 --eval-every 2 --workers 1".split()

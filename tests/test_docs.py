@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -86,18 +87,12 @@ def check_output(block, printed):
 
 def applied(diff, source):
     """Return source with a unified diff applied; AssertionError where it does not fit."""
-    lines, result, at = source.splitlines(), [], 0
-    for line in diff.splitlines()[2:]:
-        if hunk := re.match(r"@@ -(\d+)", line):
-            result += lines[at : int(hunk[1]) - 1]
-            at = int(hunk[1]) - 1
-        elif line.startswith("+"):
-            result.append(line[1:])
-        else:
-            assert lines[at] == line[1:], (at, line)
-            result += [] if line.startswith("-") else [lines[at]]
-            at += 1
-    return "\n".join(result + lines[at:]) + "\n"
+    for start, hunk in reversed(re.findall(r"^@@ -(\d+).*\n((?:[ +-].*\n)*)", diff, re.M)):
+        lines, at, hunk = source.splitlines(keepends=True), int(start) - 1, hunk.splitlines(True)
+        old, new = ([line[1:] for line in hunk if line[0] != sign] for sign in "+-")
+        assert lines[at : at + len(old)] == old
+        source = "".join([*lines[:at], *new, *lines[at + len(old) :]])
+    return source
 
 
 def write_scripts(page, folder):
@@ -119,49 +114,40 @@ class ParsedError(Exception):
     """Raised once flags are parsed, before any work."""
 
 
-def load_module(path):
-    """Import a file that lies in no package; its folder is on the path meanwhile."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_parses(words, tmp_path, monkeypatch):
-    """Fail unless the command python WORDS takes its flags."""
+def check_parses(words, folder, monkeypatch):
+    """Fail unless the command python WORDS takes its flags; folder: of a page's scripts."""
     if words[0] == "-m":
-        module, flags = words[1], words[2:]
-        if module == "reproduce":  # parses the flags of scripts too
+        module, flags = importlib.import_module(words[1]), words[2:]
+        if words[1] == "reproduce":  # parses the flags of scripts too
             with pytest.raises(SystemExit) as end:
                 importlib.import_module("reproduce.__main__").main([*flags, "--dry-run"])
             assert end.value.code == 0
             return
-        main = importlib.import_module(module).main
     else:
-        path, flags = pathlib.Path(words[0]), words[1:]
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-        module = load_module(next(p for p in (tmp_path / path, ROOT / path) if p.exists()))
-        main = module.main
-        if hasattr(module, "local_update"):
-            flags = [word for word in flags if word != "--resume"]  # which reads a run
-            assert main(flags, run=lambda args, *_, **__: args).script
-            return
+        path = next(place / words[0] for place in (folder, ROOT) if (place / words[0]).exists())
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module, flags = importlib.util.module_from_spec(spec), words[1:]
+        spec.loader.exec_module(module)
+    if hasattr(module, "local_update"):
+        flags = [word for word in flags if word != "--resume"]  # which reads a run
+        assert args_of(module, *flags).script
+        return
     parse = argparse.ArgumentParser.parse_known_args
 
-    def parse_known_args(*args, **kwargs):
-        parse(*args, **kwargs)
+    def parse_known_args(*args):
+        parse(*args)
         raise ParsedError
 
-    def parse_args(parser, *args, **kwargs):
-        _, unknown = parse(parser, *args, **kwargs)
-        if unknown:
+    def parse_args(parser, *args):
+        if unknown := parse(parser, *args)[1]:
             parser.error(f"unrecognized arguments: {unknown}")
         raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(ParsedError):
-        main(flags)
+        module.main(flags)
 
 
 COMMANDS = [
@@ -182,37 +168,17 @@ def test_command_parses(block, words, tmp_path, monkeypatch):
     check_parses(words, tmp_path, monkeypatch)
 
 
-def test_a_wrong_flag_is_found(tmp_path, monkeypatch):
-    """check_parses() is not content with anything."""
-    errors = SystemExit, AssertionError, common.UserError
-    monkeypatch.chdir(tmp_path)
-    wrong = [
-        "fedprox.py --nu 1",
-        "fedprox.py --plain --nu 1",
-        "hessian_eval.py runs/a --nu 1",
-        "-m analysis.similarity runs/a --nu 1",
-        "-m reproduce fedalign 99",
-        "-m reproduce.compare --nu 1",
-    ]
-    for line in wrong:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(errors):
-            check_parses(line.split(), tmp_path, patch)
+WRONG = """fedprox.py --nu 1; hessian_eval.py runs/a --nu 1; -m reproduce.compare --nu 1;
+    -m analysis.similarity runs/a --nu 1; -m reproduce fedalign 99"""
+
+
+@pytest.mark.parametrize("words", WRONG.split(";"))
+def test_a_wrong_flag_is_found(tmp_path, monkeypatch, words):
+    with pytest.raises((SystemExit, AssertionError, common.UserError)):
+        check_parses(words.split(), tmp_path, monkeypatch)
 
 
 # --- commands and Python blocks run
-
-# runs sys.argv[1:] as python would, on 600 + 200 drawn images
-DRIVER = """
-import runpy, sys
-import extras.glyphs
-extras.glyphs.GLYPHS = (600, 200)
-del sys.argv[0]
-if sys.argv[0] == "-m":
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-else:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def runnable(block):
@@ -230,24 +196,31 @@ RUNNABLE = {tuple(map(tuple, runnable(block))): block for block in BLOCKS if run
 
 
 @pytest.mark.parametrize("block", RUNNABLE.values(), ids=str)
-def test_commands_run(block, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_commands_run(block, tmp_path, monkeypatch, capsys):
     """The commands of a block, one after the other, with one round and small glyphs."""
     write_scripts(block.page, tmp_path)
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    small = "import extras.glyphs\nextras.glyphs.GLYPHS = (600, 200)\n"
+    (tmp_path / "sitecustomize.py").write_text(small)  # of the processes that a command starts
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     printed = ""
     for words in runnable(block):
-        script = tmp_path / words[0]
-        if words[0] != "-m":
-            words = [str(script if script.exists() else ROOT / words[0]), *words[1:]]
         short = ["--rounds", "1", *["--local-steps", "1"] * (words[1] == "reproduce")]
-        command = [sys.executable, "-c", DRIVER, *words, *short]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout or done.stderr
-        printed += done.stdout + done.stderr
+        monkeypatch.setattr(sys, "argv", [*words, *short])
+        try:
+            if words[0] == "-m":
+                del sys.argv[0]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                folder = tmp_path if (tmp_path / words[0]).exists() else ROOT
+                runpy.run_path(str(folder / words[0]), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+        read = "".join(capsys.readouterr())
+        assert read
+        printed += read
     check_output(block, printed.replace("local_steps", "epochs"))
 
 
@@ -450,15 +423,6 @@ NETWORK_SIZES = {  # classes, channels and size, or words and the width of their
 }
 
 
-def spelled_out(blocks):
-    """Return "stage1-3" as "stage1, stage2, stage3"."""
-
-    def names(m):
-        return ", ".join(f"{m[1]}{i}" for i in range(int(m[2]), int(m[3]) + 1))
-
-    return re.sub(r"(\w+?)(\d)-(\d)", names, blocks)
-
-
 def test_table_of_networks():
     """Parameters, blocks, and those behind which FedMLB branches."""
     import fedmlb
@@ -470,7 +434,10 @@ def test_table_of_networks():
     for name, count, blocks in rows:
         net = common.build_net(name, *NETWORK_SIZES.get(name, (100, 3, 32)))
         assert sum(p.numel() for p in net.parameters()) == int(count.replace(",", "")), name
-        names, listed = [block for block, _ in net.named_children()], spelled_out(blocks)
+        names, listed = [block for block, _ in net.named_children()], blocks
+        for stages in re.findall(r"\w+?\d-\d", blocks):  # stage1-3
+            each = [f"{stages[:-3]}{i}" for i in range(int(stages[-3]), int(stages[-1]) + 1)]
+            listed = listed.replace(stages, ", ".join(each))
         assert listed.replace("*", "").split(", ") == names[:-1], name
         branching = ", ".join(re.findall(r"\*(.*?)\*", listed)).split(", ")
         assert branching == [names[cut - 1] for cut in fedmlb.pathway_cuts(net)], name

@@ -130,13 +130,13 @@ CANNOT = {  # neither weights nor rows: what it does instead, or where it is tes
     "--vectors": "of tweets: test_text.test_word_vectors",
     "--device": "of a GPU: test_cuda",
     "--graph": "of a GPU, where it changes the time alone: test_cuda",
-    "--deterministic": "of a GPU: test_cuda.test_runs_repeat",
-    "--workers": "the time alone: test_steps.test_workers_give_the_same_model",
+    "--deterministic": "of a GPU: test_cuda.test_gpu_off_is_fedavg",
+    "--workers": "the time alone: test_plain.test_every_method",
     "--plain": "the time alone: test_plain",
     "--out": "the place of a run: test_run_folder",
-    "--resume": "goes on: test_run_folder.test_every_method_resumes",
+    "--resume": "goes on: test_plain.test_every_method",
     "--checkpoint-every": "what a kill costs: test_run_folder",
-    "--save-clients": "files: test_run_folder.test_clients_files",
+    "--save-clients": "files: test_run_folder.test_what_a_run_leaves",
 }
 
 

@@ -1,31 +1,25 @@
-"""--plain trains every method to the weights of the engine, bit for bit."""
+"""Every method ends with the weights of --plain, bit for bit, by how many workers, cut or not."""
 
 import json
 
 import pytest
 import torch
 from conftest import TINY, flags, plainly, refused, same
-from methods import METHODS, SCRIPTS, SHORT, VARIANTS, final_once, needed
+from methods import SCRIPTS, SHORT, VARIANTS, needed
+from runs import assert_equal_runs
+from support import make_sent140, text_flags
 
 import common
 import fedavg
 
-ENGINE = [  # what the engine does beside the method's steps
+ENGINE = [  # what the engine does beside the method's steps and what test_loop.py has
     "--augment rotate10,crop,flip",
-    "--sample 0.5",
-    "--drop-last --batch-size 60",
-    "--persist-opt",
     "--server adam",
     "--server avgm",
     "--server yogi",
-    "--weighting uniform",
-    "--clip 0.5 --lr-decay 0.5",
-    "--local-steps 7",
-    "--epochs 2 --no-nesterov --rounds 2",
     "--optimizer rmsprop --momentum 0 --lr 0.001",
     "--optimizer rmsprop --lr 0.001 --persist-opt",
     "--partition natural",
-    "--model resnet56 --batch-size 16 --local-steps 2 --clients 2 --rounds 2",
 ]
 
 
@@ -43,16 +37,22 @@ def unevaluated(monkeypatch):
 
 def check(name, out, *argv):
     """Check that the plain run and the engine end with the same weights, which are finite."""
-    argv = [*argv, "--workers", "1"] if "--workers" not in argv else argv
-    words = [*TINY, *needed(name, argv), *argv]
+    words = [*TINY, *needed(name, argv), "--workers", "1", *argv]
     weights = SCRIPTS[name].main(words, run=plainly)[0].state_dict()
     assert all(v.isfinite().all() for v in weights.values())
-    assert same(weights, final_once(name, out, *argv))
+    assert same(weights, SCRIPTS[name].main([*words, "--out", str(out)])[0].state_dict())
 
 
 @pytest.mark.parametrize("name, more", VARIANTS)
 def test_every_method(tmp_path, unevaluated, name, more):
-    check(name, tmp_path / "run", *SHORT, *more.split())
+    """And two workers, whose run ends after two rounds and goes on, leave what one leaves."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    words = [*SHORT, *more.split()]
+    check(name, one, *words)
+    words = [*TINY, *needed(name, words), *words, "--rounds", "2", "--workers", "2"]
+    SCRIPTS[name].main([*words, "--out", str(two)])
+    SCRIPTS[name].main(["--resume", "--rounds", "3", "--out", str(two)])
+    assert_equal_runs(one, two)
 
 
 @pytest.mark.parametrize("more", ENGINE)
@@ -62,17 +62,10 @@ def test_the_engine(tmp_path, unevaluated, more):
 
 @pytest.mark.parametrize("name", ["fedavg", "moon", "rfedavg_code"])
 def test_text(tmp_path, unevaluated, name):
-    """Sentiment140's CSV, an LSTM on random word vectors."""
-    lines = []
-    for i in range(40):
-        words = " ".join("abcdefgh"[j] for j in range(i % 7 + 1))
-        start = f'"{4 * (i % 2)}","{i}","date","NO_QUERY","user{i % 3}"'
-        lines.append(f'{start},"{words} is {"glad" if i % 2 else "sad"}"\n')
-    (tmp_path / "sent140").mkdir()
-    (tmp_path / "sent140" / "tweets.csv").write_text("".join(lines), encoding="latin-1")
-    argv = "--dataset sent140 --model lstm --vectors random --partition natural --clients 3"
-    argv = [*argv.split(), "--data-dir", str(tmp_path), "--batch-size", "5"]
-    check(name, tmp_path / "run", *argv)
+    """An LSTM on random word vectors."""
+    make_sent140(tmp_path)
+    words = text_flags(tmp_path, "--partition", "natural", "--clients", "3")
+    check(name, tmp_path / "run", *words)
 
 
 TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")
@@ -82,21 +75,29 @@ TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")
     "name, more",
     [
         ("fedavg", "--validation 0.1 --client-test --eval-every 2"),
-        ("fedavg", "--drop-last --batch-size 60 --precision bf16"),
         ("rfedavg", "--sample 0.5"),
-        ("qfedavg", ""),
         ("scaffold", "--client-test"),
     ],
 )
 def test_rows_are_those_of_the_run(tmp_path, name, more):
-    """All but times, memory and checksums, server["report"] included."""
+    """All but times, memory and checksums, server["report"] included; in metrics.jsonl too."""
     words = [*TINY, "--rounds", "3", "--workers", "1", *more.split()]
     _, rows = SCRIPTS[name].main([*words, "--out", str(tmp_path / "run")])
-    _, found = SCRIPTS[name].main([*words, "--plain"])
+    _, found = SCRIPTS[name].main([*words, "--plain", "--out", str(tmp_path / "plain")])
+    assert [json.loads(line) for line in (tmp_path / "plain" / "metrics.jsonl").open()] == found
     assert [row.keys() - {"crc32"} for row in rows] == [row.keys() for row in found]
     for a, b in zip(rows, found):
         assert {k: a[k] for k in b if k not in TIMES} == {k: b[k] for k in b if k not in TIMES}
         assert a["seconds"].keys() == b["seconds"].keys()
+
+
+@pytest.mark.parametrize("run", [plainly, common.run])
+def test_after_round_is_in_eval_mode(tmp_path, run):
+    def after_round(worker, clients, server, args):
+        assert not any(worker.map(lambda worker, _: torch.tensor(worker.net.training), clients))
+
+    args = flags("--local-steps", "1", "--workers", "2", "--out", str(tmp_path / "run"))
+    run(args, fedavg.local_update, after_round=after_round)
 
 
 def test_on_round_ends_a_plain_run(capsys):
@@ -116,34 +117,18 @@ def test_on_round_ends_a_plain_run(capsys):
     assert [line.startswith(start) for line, start in zip(lines, starts)] == [True] * 5
 
 
-def test_a_plain_run_keeps_what_out_asks_for(tmp_path, capsys):
-    """config.json, metrics.jsonl and model.pt; a folder that is there is not touched."""
-    out = tmp_path / "new" / "run"
-    net, rows = fedavg.main([*TINY, "--plain", "--out", str(out)])
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "metrics.jsonl", "model.pt"]
-    assert [json.loads(line) for line in (out / "metrics.jsonl").open()] == rows
-    assert same(torch.load(out / "model.pt", weights_only=True), net.state_dict())
-    config = json.loads((out / "config.json").read_text())
-    assert (config["script"], config["flags"]["clients"]) == ("fedavg", 4)
-    refused(capsys, fedavg, [*TINY, "--plain", "--out", str(out)], "--out", "exists already")
-
-
-@pytest.mark.parametrize("more", [["--resume"], ["--workers", "2"], ["--save-clients"]])
-def test_what_a_plain_run_cannot_do(capsys, run, more):
-    more = [*more, "--out", str(run)] if more == ["--resume"] else [*TINY, *more]
-    refused(capsys, fedavg, ["--plain", *more], "argument --plain: not with --")
-
-
-def test_every_script_takes_run(tmp_path):
-    """main(argv, run=...) hands over what that script gives common.run(), and trains nothing."""
-    for name in METHODS:
-        seen = []
-
-        def run(args, local_update, *more, seen=seen, **named):
-            seen.append((args.script, local_update))
-
-        SCRIPTS[name].main([*TINY, *needed(name)], run=run)
-        assert seen == [(name, SCRIPTS[name].local_update)]
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ("--resume --out RUN", "argument --plain: not with --"),
+        ("--workers 2", "argument --plain: not with --"),
+        ("--save-clients", "argument --plain: not with --"),
+        ("--out RUN", "exists already"),
+    ],
+)
+def test_what_a_plain_run_cannot_do(capsys, run, more, words):
+    argv = [] if "--resume" in more else TINY
+    refused(capsys, fedavg, ["--plain", *argv, *more.replace("RUN", str(run)).split()], words)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -1,7 +1,4 @@
-"""Several processes of torchrun end with the run of one, bit for bit, and fail as one.
-
-The whole matrix of methods, ranks and workers is in tests/ranks.py, which is
-run by hand."""
+"""Several processes of torchrun end with the run of one, bit for bit, and fail as one."""
 
 import importlib
 import json
@@ -16,14 +13,54 @@ import time
 import pytest
 import torch
 from conftest import TINY
-from ranks import assert_equal, run_ranks, start
-from runs import config_of, rounds_in, write_config
+from methods import ROOT, SHORT, VARIANTS, needed
+from runs import assert_equal_runs, config_of, rounds_in, write_config
 
 import common
 import fedavg
-import scaffold
 from extras import ranks as torchrun
-from methods import ROOT
+
+# runs each line of the file named, SCRIPT FLAGS, on the small glyphs
+DRIVER = """
+import importlib, sys
+import common
+import extras.glyphs
+extras.glyphs.GLYPHS = (600, 200)
+for line in open(sys.argv[1]).read().splitlines():
+    name, *_ = sys.argv = line.split()
+    with common.one_line_errors():
+        importlib.import_module(name).main()
+"""
+
+
+def start(lines, ranks, folder, before="", options=(), **more):
+    """Start torchrun with so many ranks, which run the lines, SCRIPT FLAGS, one after the other.
+
+    folder: a folder for a file; before: code that each rank runs first."""
+    path = folder / f"lines-{time.monotonic_ns()}"
+    path.write_text("\n".join(lines))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    torchrun += ["--nproc-per-node", str(ranks), "--no-python"]
+    command = [*torchrun, sys.executable, "-c", before + DRIVER, str(path)]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # where a process dies of a signal
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+
+
+def run_ranks(lines, ranks, folder, **options):
+    """Run lines as start() does; return exit code and stderr."""
+    process = start(lines, ranks, folder, **options)
+    _, err = process.communicate(timeout=900)
+    return process.returncode, err
+
+
+def run_here(lines):
+    """Run lines in this process."""
+    for line in lines:
+        name, *argv = line.split()
+        importlib.import_module(name).main(argv)
+
 
 STEPS = ["--rounds", "3", "--local-steps", "3", "--workers"]
 
@@ -35,6 +72,7 @@ def one_thread(monkeypatch):
 
 
 RUNS = {  # each way that something travels: sums, records, states, a second synchronisation
+    "killed": "scaffold",
     "momentum": "fedavg --persist-opt --client-test --server adam --save-clients",
     "sums": "scaffold --sample 0.5 --checkpoint-every 2",
     "integers": "fedavg --model resnet8 --save-clients --clients 3",  # batch norm counts batches
@@ -46,85 +84,45 @@ RUNS = {  # each way that something travels: sums, records, states, a second syn
 }
 
 
-def on_path(folder):
-    """Return code that lets ranks import from a folder."""
-    return f"import sys; sys.path.append({str(folder)!r})\n"
+DYING = """
+import os, signal
+from extras.ranks import Folder
+keep = Folder.keep
+def dying(folder, fed, row):
+    keep(folder, fed, row)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and row["round"] == 1 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+Folder.keep = dying
+"""
 
 
 def test_two_ranks_give_the_run_of_one_process(tmp_path):
-    """Also a run that one process began and two went on with, and the other way round."""
-    lines = []
-    for key, words in RUNS.items():
-        name, *words = words.split()
-        words = [*TINY, *words, *STEPS]
-        importlib.import_module(name).main([*words, "2", "--out", str(tmp_path / "one" / key)])
-        lines.append(" ".join([name, *words, "1", "--out", str(tmp_path / "two" / key)]))
+    """Also a run that one process began and two went on with, and the other way round.
+
+    A rank of the first one is killed: torchrun goes on by itself, from the checkpoint."""
+
+    def lines(place, workers):
+        for key, words in RUNS.items():
+            yield " ".join([words, *TINY, *STEPS, workers, "--out", str(tmp_path / place / key)])
+
     cut, back = tmp_path / "cut", tmp_path / "back"
-    argv = [*TINY, *RUNS["sums"].split()[1:], *STEPS, "1"]
-    scaffold.main([*argv, "--rounds", "2", "--out", str(cut)])
-    lines.append(f"scaffold --out {cut} --resume --rounds 3 --workers 2 --quiet")
-    lines.append(" ".join(["scaffold", *argv, "--rounds", "1", "--out", str(back)]))
-    code, err = run_ranks(lines, 2, tmp_path)
+    argv = " ".join([RUNS["sums"], *TINY, *STEPS, "1"])
+    run_here([*lines("one", "2"), f"{argv} --rounds 2 --out {cut}"])
+    on = f"scaffold --out {cut} --resume --rounds 3 --workers 2 --quiet"
+    more = [on, f"{argv} --rounds 1 --out {back}"]
+    options = ["--max-restarts", "1"]
+    code, err = run_ranks([*lines("two", "1"), *more], 2, tmp_path, before=DYING, options=options)
     assert code == 0, err
-    scaffold.main(["--out", str(back), "--resume", "--rounds", "3", "--workers", "2"])
+    run_here([on.replace(str(cut), str(back))])
     for key in RUNS:
-        assert_equal(tmp_path / "one" / key, tmp_path / "two" / key)
+        assert_equal_runs(tmp_path / "one" / key, tmp_path / "two" / key)
     for out in (cut, back):
-        assert_equal(tmp_path / "one" / "sums", out)
-    names = {path.name for path in (tmp_path / "two" / "momentum" / "clients").iterdir()}
-    assert names == {f"{k}-3.pt" for k in range(4)}
+        assert_equal_runs(tmp_path / "one" / "sums", out)
 
 
-def check_exit_codes(err):
-    """Check that the first rank to leave did so with 2, the others too unless torchrun was faster.
-
-    It ends those that are left when it sees that one has gone."""
-    found = [int(code) for code in re.findall(r"exitcode +: (-?[0-9]+)", err)]
-    assert len(found) == 2, err
-    assert found[-1] == 2, err  # its last paragraph is of the first to leave
-    assert found[0] in (2, -signal.SIGTERM), err
-
-
-FAULTY = """
-import os, common, fedavg
-def local_update(worker, client, server, args):
-    if server["round"] == 2 and os.environ["RANK"] == "1":
-        raise common.UserError("rank 1 has no more")
-    yield from original(worker, client, server, args)
-original, fedavg.local_update = fedavg.local_update, local_update
-"""
-
-
-def test_an_error_of_one_rank_is_one_line(tmp_path):
-    """From rank 0, and all end with exit code 2."""
-    out = tmp_path / "run"
-    line = " ".join(["fedavg", *TINY, *STEPS, "1", "--out", str(out)])
-    code, err = run_ranks([line], 2, tmp_path, before=FAULTY)
-    assert code == 1  # torchrun's own
-    [found] = [text for text in err.splitlines() if ".py: error:" in text]
-    assert found == "fedavg.py: error: rank 1 has no more"
-    check_exit_codes(err)
-    assert rounds_in(out) == 1
-
-
-STOPPING = """
-import functools, json, os, sys
-import common, fedavg
-
-def main():
-    out, *words = sys.argv[1:]
-    rank = os.environ["RANK"]
-    for name, others in (("sooner", lambda row, net: True), ("none", None)):
-        on_round = others if rank == "1" else lambda row, net: row["round"] == 2
-        run = functools.partial(common.run, on_round=on_round)
-        _, rows = fedavg.main([*words, "--out", f"{out}/{name}"], run=run)
-        with open(f"{out}/{name}-{rank}", "w") as f:
-            json.dump(rows, f)
-"""
-
-
-DIFFERING = """
-import contextlib, functools, os, sys
+FROM_PYTHON = """
+import contextlib, functools, json, os, sys
 from unittest.mock import patch
 import extras.glyphs
 import torch
@@ -132,6 +130,14 @@ import common, fedavg, scaffold
 
 RANK = int(os.environ["RANK"])
 FOLDER, *WORDS = sys.argv[1:]
+a, b = f"{FOLDER}/a", f"{FOLDER}/b"
+
+def stopped(name, others):
+    on_round = others if RANK else lambda row, net: row["round"] == 2
+    run = functools.partial(common.run, on_round=on_round)
+    _, rows = fedavg.main([*WORDS, "--out", f"{FOLDER}/{name}"], run=run)
+    with open(f"{FOLDER}/{name}-{RANK}", "w") as f:
+        json.dump(rows, f)
 
 def attempt(name, *words, script=fedavg, changed=None, **own):
     # Note what comes of a run in the folder of this name, with changed as in patch.object().
@@ -145,44 +151,57 @@ def attempt(name, *words, script=fedavg, changed=None, **own):
     with open(f"{FOLDER}/lines-{RANK}", "a") as f:
         print(line, file=f)
 
-def main():
-    a, b = f"{FOLDER}/a", f"{FOLDER}/b"
-    attempt(a, "--workers", "12"[RANK], "--data-dir", "xy"[RANK])
-    attempt(a)  # rank 0 alone looks into the folder
-    attempt(b, "--lr", ["0.05", "0.5"][RANK])
-    attempt(b, script=[fedavg, scaffold][RANK])
-    attempt(f"{FOLDER}/{RANK}")
-    attempt(a, *["--resume"] * RANK)
-    attempt(b, changed=(torch, "__version__", "67"[RANK]))
-    attempt(b, changed=(common, "CORES", RANK + 1))
-    update = [fedavg.local_update, scaffold.local_update][RANK]
-    attempt(b, changed=(fedavg, "local_update", update))
-    attempt(b, changed=(extras.glyphs, "GLYPHS", [(600, 200), (500, 200)][RANK]))
-    torch.manual_seed(RANK)
-    x, y = torch.randn(60, 12), torch.randint(0, 3, (60,))
+def own(data_seed, net_seed):
+    torch.manual_seed(data_seed)
+    x, y = torch.randn(60, 12), torch.arange(60) % 3
+    torch.manual_seed(net_seed)
     net = torch.nn.Sequential(torch.nn.Flatten(), common.Classifier(12, 3))
-    attempt(b, data=common.Data(x, y, x, y, classes=3), net=net)
-    x, y = torch.ones(60, 12), torch.arange(60) % 3
-    attempt(b, data=common.Data(x, y, x, y, classes=3), net=net)
-    os.chdir(f"{FOLDER}/node{RANK}")
-    attempt("c")
-    sys.argv = ["fedavg.py", *WORDS, "--out", b, "--lr", ["0.05", "0.5"][RANK]]
-    with common.one_line_errors():
+    return {"data": common.Data(x, y, x, y, classes=3), "net": net}
+
+def faulty(worker, client, server, args, original=fedavg.local_update):
+    if server["round"] == 2 and RANK == 1:
+        raise common.UserError("rank 1 has no more")
+    yield from original(worker, client, server, args)
+
+def main():
+    stopped("sooner", lambda row, net: True)
+    stopped("none", None)
+    ATTEMPTS
+    sys.argv = ["fedavg.py", *WORDS, "--out", f"{FOLDER}/run"]
+    with common.one_line_errors(), patch.object(fedavg, "local_update", faulty):
         fedavg.main()
 """
+ATTEMPTS = [  # what a rank does, and how the line begins that it gets
+    ('a, "--workers", "12"[RANK], "--data-dir", "xy"[RANK]', "trained"),
+    ("a", "--out FOLDER/a: exists already"),  # rank 0 alone looks into the folder
+    ('b, "--lr", ["0.05", "0.5"][RANK]', "--lr: 0.5 on rank 1, and 0.05 on rank 0"),
+    ("b, script=[fedavg, scaffold][RANK]", "script: scaffold on rank 1, and fedavg on rank 0"),
+    ('f"{FOLDER}/{RANK}"', "--out: FOLDER/1 on rank 1"),
+    ('a, *["--resume"] * RANK', "--resume: True on rank 1, and False on rank 0"),
+    ('b, changed=(torch, "__version__", "67"[RANK])', "torch: 7 on rank 1, and 6 on rank 0"),
+    ('b, changed=(common, "CORES", RANK + 1)', "threads of a worker: 2 on rank 1, and 1 on"),
+    (
+        'b, changed=(fedavg, "local_update", [faulty, scaffold.local_update][RANK])',
+        "code of local_",
+    ),
+    ('b, changed=(extras.glyphs, "GLYPHS", (600 - 100 * RANK, 200))', "labels of the data: "),
+    ("b, **own(RANK, 0)", "--dataset: own-"),
+    ("b, **own(0, RANK)", "weights of the initial network: "),
+    ('os.chdir(f"{FOLDER}/node{RANK}") or "c"', "config.json in --out c: none on rank 1"),
+]
 
 
 @pytest.fixture(scope="module")
 def from_python(tmp_path_factory):
-    """Return folder, exit code and stderr of two ranks that run STOPPING, then DIFFERING."""
+    """Return folder, exit code and stderr of two ranks that run FROM_PYTHON."""
     folder = tmp_path_factory.mktemp("from-python")
-    lines = []
-    for name, text in (("stopping", STOPPING), ("differing", DIFFERING)):
-        (folder / f"{name}.py").write_text(text)
-        lines.append(" ".join([name, str(folder), *TINY, *STEPS, "1"]))
+    attempts = "\n    ".join(f"attempt({words})" for words, _ in ATTEMPTS)
+    (folder / "script.py").write_text(FROM_PYTHON.replace("ATTEMPTS", attempts))
     for rank in range(2):
         (folder / f"node{rank}").mkdir()
-    return folder, *run_ranks(lines, 2, folder, before=on_path(folder))
+    line = " ".join(["script", str(folder), *TINY, *STEPS, "1"])
+    on_path = f"import sys; sys.path.append({str(folder)!r})\n"
+    return folder, *run_ranks([line], 2, folder, before=on_path)
 
 
 def test_rank_0_says_when_to_stop(from_python):
@@ -199,40 +218,33 @@ def test_rank_0_says_when_to_stop(from_python):
 
 def test_ranks_that_differ_are_refused(from_python):
     """On all of them, before anything is written; free flags may differ."""
-    folder, code, err = from_python
-    assert code == 1  # torchrun's own
+    folder, _, _ = from_python
     alike = "; all need the same flags, code, data and initial network"
-    [found] = [text for text in err.splitlines() if ".py: error:" in text]
-    assert found == f"fedavg.py: error: --lr: 0.5 on rank 1, and 0.05 on rank 0{alike}"
-    check_exit_codes(err)
     lines, others = ((folder / f"lines-{rank}").read_text().splitlines() for rank in range(2))
     assert lines == others
-    beginnings = [
-        "trained",
-        f"--out {folder}/a: exists already",
-        "--lr: 0.5 on rank 1, and 0.05 on rank 0",
-        "script: scaffold on rank 1, and fedavg on rank 0",
-        f"--out: {folder}/1 on rank 1",
-        "--resume: True on rank 1, and False on rank 0",
-        "torch: 7 on rank 1, and 6 on rank 0",
-        "threads of a worker: 2 on rank 1, and 1 on rank 0",
-        "code of local_update: local_update ",
-        "labels of the data: ",
-        "--dataset: own-",
-        "weights of the initial network: ",
-        "config.json in --out c: none on rank 1",
-    ]
-    assert len(lines) == len(beginnings)
-    for text, beginning in zip(lines, beginnings):
-        assert text.startswith(beginning)
+    for text, (_, beginning) in zip(lines, ATTEMPTS, strict=True):
+        assert text.startswith(beginning.replace("FOLDER", str(folder)))
         assert text.endswith(alike) or text in lines[:2]
     for name in ("b", "node0/c"):
         assert not (folder / name).exists()
 
 
-@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
-def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
-    """In the flags of all or of one; here started without torchrun, as other launchers do."""
+def test_an_error_of_one_rank_is_one_line(from_python):
+    """From rank 0. The first rank to leave does so with 2, and the others too.
+
+    But torchrun, which sees that one has gone, may be faster and end them."""
+    folder, code, err = from_python
+    assert code == 1  # torchrun's own
+    [found] = [text for text in err.splitlines() if ".py: error:" in text]
+    assert found == "fedavg.py: error: rank 1 has no more"
+    other, first = (int(code) for code in re.findall(r"exitcode +: (-?[0-9]+)", err))
+    assert first == 2, err  # of its last paragraph
+    assert other in (2, -signal.SIGTERM), err
+    assert rounds_in(folder / "run") == 1
+
+
+def test_an_error_before_ranks_are_joined_is_one_line(tmp_path):
+    """In the flags of rank 1; here started without torchrun, as other launchers do."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": s.getsockname()[1]}
@@ -240,61 +252,38 @@ def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, wrong):
     for rank in range(2):
         environment = os.environ | {k: str(v) for k, v in place.items()} | {"RANK": str(rank)}
         command = [sys.executable, "fedavg.py", *TINY, "--out", str(tmp_path / "run")]
-        command += ["--lr", "x"] * (rank in wrong)
+        command += ["--lr", "x"] * rank
         pipe = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen(command, env=environment, **pipe))
     lines = [process.communicate(timeout=60)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
     assert lines[0].startswith("fedavg.py: error: argument --lr: must be a number")
-    assert len(lines[0].splitlines()) == 1
-    assert lines[1] == ""
+    assert (lines[0].count("\n"), lines[1]) == (1, "")
 
 
-DYING = """
-import os, signal
-from extras.ranks import Folder
-keep = Folder.keep
-def dying(folder, fed, row):
-    keep(folder, fed, row)
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and row["round"] == 1 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-Folder.keep = dying
-"""
-
-
-def test_torchrun_goes_on_behind_a_killed_rank(tmp_path):
-    """By itself, from the checkpoint, to the run that was never cut."""
-    words = [*TINY, *STEPS]
-    line = " ".join(["scaffold", *words, "1", "--out", str(tmp_path / "cut")])
-    options = ["--max-restarts", "1"]
-    code, err = run_ranks([line], 2, tmp_path, before=DYING, options=options)
-    assert code == 0, err
-    scaffold.main([*words, "1", "--out", str(tmp_path / "whole")])
-    assert_equal(tmp_path / "whole", tmp_path / "cut")
-
-
-def test_interrupt(tmp_path):
-    """Ctrl-C, which a terminal sends to all processes, is one line."""
+@pytest.mark.parametrize(
+    "end, words",
+    [
+        (lambda torchrun: os.killpg(torchrun, signal.SIGINT), "interrupted; continue with --out"),
+        (lambda torchrun: os.kill(torchrun, signal.SIGKILL), "ended"),
+    ],
+)
+def test_all_ranks_end(tmp_path, end, words):
+    """At Ctrl-C, which a terminal sends to all, and where torchrun is killed; in one line."""
     out = tmp_path / "run"
     line = " ".join(["fedavg", *TINY, "--rounds", "5000", "--local-steps", "2", "--out", str(out)])
     process = start([line], 2, tmp_path, start_new_session=True)
     while not rounds_in(out) and process.poll() is None:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    end(process.pid)
     _, err = process.communicate(timeout=60)  # the pipe is open until all have ended
-    [line] = [text for text in err.splitlines() if ".py: interrupted" in text]
-    assert f"--out {out} --resume" in line
+    [line] = [text for text in err.splitlines() if "fedavg.py: " in text]
+    assert words in line and "--resume" in line
 
 
 @pytest.mark.parametrize(
     "costs, ranks, owners",
-    [
-        ([5, 9, 2, 4], 2, [1, 0, 0, 1]),
-        ([3, 3, 3], 4, [0, 1, 2]),
-        ([0, 0, 0], 2, [0, 1, 0]),
-        ([1, 1, 1, 7], 2, [1, 1, 1, 0]),
-    ],
+    [([5, 9, 2, 4], 2, [1, 0, 0, 1]), ([3, 3, 3], 4, [0, 1, 2]), ([0, 0, 0], 2, [0, 1, 0])],
 )
 def test_the_longest_go_first(costs, ranks, owners):
     assert torchrun.share(costs, ranks) == owners
@@ -302,13 +291,7 @@ def test_the_longest_go_first(costs, ranks, owners):
 
 def test_views_keep_layout_and_alignment():
     images = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
-    tensors = [
-        torch.tensor(True),
-        images,
-        torch.arange(5),
-        torch.zeros(0),
-        torch.tensor(2.5).double(),
-    ]
+    tensors = [torch.tensor(True), images, torch.arange(5), torch.zeros(0), torch.tensor(2.5)]
     buffer, parts = torchrun.views([t.to("meta") for t in tensors], "cpu")
     assert buffer.dtype == torch.uint8
     for t, part in zip(tensors, parts):
@@ -321,18 +304,15 @@ def test_views_keep_layout_and_alignment():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "--out: needed"),
-        (["--out", "x", "--device", "cuda:1"], "--device: under torchrun cuda"),
-        (
-            ["--out", "x", "--device", "cuda"],
-            "--device: under torchrun cuda, one GPU a process; there are 2",
-        ),
+        ("", "--out: needed"),
+        ("--out x --device cuda:1", "--device: under torchrun cuda"),
+        ("--out x --device cuda", "--device: under torchrun cuda, one GPU a process; there are 2"),
     ],
 )
 def test_flags_under_torchrun(monkeypatch, argv, words):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torchrun, "LOCAL_RANK", 2)
-    args = common.flags("", "fedavg").parse_args(argv)
+    args = common.flags("", "fedavg").parse_args(argv.split())
     with pytest.raises(common.UserError, match=f"argument {words}"):
         torchrun.join(args)
 
@@ -350,9 +330,25 @@ def test_only_an_attempt_of_the_same_torchrun_is_resumed(tmp_path, monkeypatch):
 
 def test_one_process_loads_nothing_of_torchrun(monkeypatch):
     """torchrun with a single process is one process; other launchers' variables are not read."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert not common.under_torchrun()
-    monkeypatch.setenv("RANK", "0")
-    assert common.under_torchrun()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not common.under_torchrun()
+    for name, value, found in (
+        ("WORLD_SIZE", 4, False),
+        ("RANK", 0, True),
+        ("WORLD_SIZE", 1, False),
+    ):
+        monkeypatch.setenv(name, str(value))
+        assert common.under_torchrun() == found
+
+
+@pytest.mark.skipif("EVERY_METHOD" not in os.environ, reason="takes many minutes: EVERY_METHOD=1")
+@pytest.mark.parametrize("ranks, workers", [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_every_method(tmp_path, ranks, workers):
+    def lines(place, workers):
+        for i, (name, more) in enumerate(VARIANTS):
+            words = [*TINY, *needed(name, more.split()), *SHORT[:-1], str(workers), *more.split()]
+            yield " ".join([name, *words, "--out", str(tmp_path / place / str(i))])
+
+    run_here(lines("one", 1))
+    code, err = run_ranks(lines("several", workers), ranks, tmp_path)
+    assert code == 0, err
+    for i in range(len(VARIANTS)):
+        assert_equal_runs(tmp_path / "one" / str(i), tmp_path / "several" / str(i))

@@ -2,21 +2,19 @@
 
 import errno
 import fcntl
-import json
+import functools
+import linecache
 import os
-import random
 import re
+import runpy
 import shutil
-import signal
 import sys
-import time
 import zlib
 
 import pytest
 import torch
 from conftest import TINY, refusal, refused, run_once, same
-from methods import SCRIPTS, needed
-from runs import assert_equal_runs, config_of, rounds_in, rows_of, start, write_config
+from runs import assert_equal_runs, config_of, rounds_in, rows_of, write_config
 
 import common
 import run_folder
@@ -30,9 +28,9 @@ class Killed(BaseException):
     """What stands for a kill: nothing catches it."""
 
 
-def killed(argv, owner, name, when=lambda *_: True, script=fedavg):
-    """Run a script until owner.name is called, the first time that when(arguments) is true."""
-    f = getattr(owner, name)
+def killed(argv, name, when=lambda *_: True):
+    """Run fedavg.py until RunFolder's name is called, the first time that when(*its arguments)."""
+    f = getattr(RunFolder, name)
 
     def killing(*args):
         if when(*args):
@@ -40,13 +38,13 @@ def killed(argv, owner, name, when=lambda *_: True, script=fedavg):
         return f(*args)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(owner, name, killing)
-        script.main([*map(str, argv)])
+        patch.setattr(RunFolder, name, killing)
+        fedavg.main([*map(str, argv)])
 
 
 def killed_in(t, argv):
     """Run fedavg.py until round t is trained, and about to be kept."""
-    killed(argv, RunFolder, "keep", lambda folder, fed, row: row["round"] == t)
+    killed(argv, "keep", lambda folder, fed, row: row["round"] == t)
 
 
 def resumed(out, *argv):
@@ -56,9 +54,6 @@ def resumed(out, *argv):
 def contents(out):
     """Return {path: bytes} of a folder."""
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
-
-
-FOUR = [*TINY, "--rounds", "4", "--persist-opt", "--checkpoint-every", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -77,44 +72,21 @@ def run(finished, tmp_path):
 # --- what is in it
 
 
-def test_what_a_run_leaves(tmp_path):
-    out = tmp_path / "run"
-    net, rows = fedavg.main([*TINY, "--out", str(out), "--workers", "2"])
-    assert (
-        sorted(contents(out)) == "best.pt checkpoint.pt config.json metrics.jsonl model.pt".split()
-    )
-    config = config_of(out)
-    assert (config["script"], config["workers"], config["flags"]["lr"]) == ("fedavg", 2, 0.01)
+def test_what_a_run_leaves(run):
+    """model.pt and best.pt are the checkpoint's, which names files of each client's last round."""
+    config, state = config_of(run), run_folder.load(run / "checkpoint.pt")
+    assert (config["script"], config["workers"], config["flags"]["lr"]) == ("scaffold", 1, 0.01)
     assert config["threads"] >= 1 and "commit" in config
     assert config["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"\S.*, \d+ cores", config["device"])
-    state = run_folder.load(out / "checkpoint.pt")
-    assert same(torch.load(out / "model.pt"), state["net"]) and same(state["net"], net.state_dict())
-    assert same(torch.load(out / "best.pt"), state["best"])
-    assert state["rows_crc32"] == rows[-1]["crc32"]
-
-
-def test_clients_files(run):
-    """Each is of the client's last round, and of the checksum that the checkpoint says."""
-    state = run_folder.load(run / "checkpoint.pt")
+    names = "best.pt checkpoint.pt config.json metrics.jsonl model.pt".split()
     for folder, table in (("states", state["clients"]), ("clients", state["models"])):
-        assert {p.name for p in (run / folder).iterdir()} == {f"{k}-2.pt" for k in range(4)}
+        names += [f"{folder}/{k}-2.pt" for k in range(4)]
         for k, t, crc in table.tolist():
             assert zlib.crc32((run / folder / f"{k}-{t}.pt").read_bytes()) == crc
-
-
-def test_checksums_by_hand(run):
-    """Each is the CRC-32 of the object without it, a row's begun with that of the row before.
-
-    The first row's is begun with the name of the run."""
-    config = config_of(run)
-    crc = config.pop("crc32")
-    assert zlib.crc32(json.dumps(config).encode()) == crc
-    crc = int(config["run"], 16)
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        row, _, rest = line.partition(', "crc32": ')
-        crc = zlib.crc32(f"{row}}}".encode(), crc)
-        assert rest == f"{crc}}}"
+    assert contents(run).keys() == {*names}
+    for name, part in (("model.pt", "net"), ("best.pt", "best")):
+        assert same(torch.load(run / name), state[part])
 
 
 # --- resuming
@@ -140,7 +112,7 @@ def test_the_flags_of_the_run_are_the_defaults(tmp_path):
 
 @pytest.mark.parametrize("more", [[], ["--deterministic"]])
 def test_a_resumed_run_whose_graph_fails(tmp_path, capsys, more):
-    """goes on without, but not where its numbers are to be those of an uncut run."""
+    """goes on without, and ever after, but not where its numbers are to be an uncut run's."""
     out, evaluate = tmp_path / "run", common.evaluate
     fedavg.main([*TINY, "--local-steps", "1", "--rounds", "1", *more, "--out", str(out)])
     before = contents(out)
@@ -157,53 +129,24 @@ def test_a_resumed_run_whose_graph_fails(tmp_path, capsys, more):
             assert contents(out) == before
         else:
             fedavg.main(resumed(out, "--rounds", 2))
-    assert config_of(out)["graph"] == bool(more)
-    fedavg.main(resumed(out, "--rounds", 2))
-    assert rounds_in(out) == 2
-
-
-@pytest.mark.parametrize("name", ["scaffold", "rfedavg"])
-def test_resume_after_kill(tmp_path, name):
-    """SIGKILL at random moments of rounds 1 to 3 and 3 to 6; tests/chaos.py kills everywhere."""
-    argv = [*TINY, "--rounds", "8", "--persist-opt", "--sample", "0.5", "--checkpoint-every", "2"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    SCRIPTS[name].main([*argv, "--out", str(whole)])
-    for attempt, rounds in enumerate((random.randint(1, 3), random.randint(3, 6))):
-        delay = random.uniform(0, 0.15)
-        print(f"killed {delay:.3f} s after round {rounds}")
-        process = start(name, *argv, "--out", str(cut), *["--resume"] * attempt)
-        while process.poll() is None and rounds_in(cut) < rounds:
-            time.sleep(0.002)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (cut / "model.pt").exists()
-    SCRIPTS[name].main(resumed(cut))
-    assert_equal_runs(whole, cut)
-    assert not list(cut.glob("**/*.tmp"))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_method_resumes(tmp_path, name):
-    """Two rounds, then two more, are four, bit for bit."""
-    argv = [*TINY, "--sample", "0.5", "--local-steps", "3", *needed(name), "--eval-every", "2"]
-    SCRIPTS[name].main([*argv, "--rounds", "4", "--out", str(tmp_path / "whole")])
-    SCRIPTS[name].main([*argv, "--rounds", "2", "--out", str(tmp_path / "cut")])
-    SCRIPTS[name].main(resumed(tmp_path / "cut", "--rounds", 4))
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+    for rounds in (2, 3):
+        assert config_of(out)["graph"] == bool(more)
+        fedavg.main(resumed(out, "--rounds", rounds))
+    assert (config_of(out)["graph"], rounds_in(out)) == (bool(more), 3)
 
 
 def test_more_rounds_and_another_interval(tmp_path):
     """A plain --resume goes by what the last checkpoint was written with."""
     out = tmp_path / "cut"
-    fedavg.main([*FOUR, "--rounds", "1", "--out", str(out)])
+    words = [*TINY, "--rounds", "4", "--persist-opt", "--checkpoint-every", "2"]
+    fedavg.main([*words, "--rounds", "1", "--out", str(out)])
     killed_in(3, resumed(out, "--rounds", 4, "--checkpoint-every", 1))
     found = config_of(out)["flags"]
     assert (rounds_in(out), found["rounds"], found["checkpoint_every"]) == (2, 4, 1)
     killed_in(4, resumed(out))
     assert rounds_in(out) == 3
     fedavg.main(resumed(out, "--quiet"))
-    fedavg.main([*FOUR, "--out", str(tmp_path / "whole")])
+    fedavg.main([*words, "--out", str(tmp_path / "whole")])
     assert_equal_runs(tmp_path / "whole", out)
     before = contents(out)
     fedavg.main(resumed(out, "--quiet"))  # nothing left to do
@@ -221,12 +164,11 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(b"x")])
-def test_copies_are_written_again(run, damage):
+def test_copies_are_written_again(run):
     """model.pt and best.pt are the checkpoint's."""
     before = contents(run)
-    for name in ("model.pt", "best.pt"):
-        damage(run / name)
+    (run / "model.pt").unlink()
+    (run / "best.pt").write_bytes(b"x")
     scaffold.main(resumed(run))
     assert contents(run) == before
 
@@ -240,13 +182,6 @@ def test_other_versions_are_told(run, capsys, monkeypatch):
 # --- locks
 
 
-def lock(out):
-    """Lock a run's folder as another process would; return what to close."""
-    held = os.open(out, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    return held
-
-
 def test_one_process_a_run(tmp_path, capsys):
     """A second process is refused, and changes nothing; a kill in the first moments leaves none."""
     out = tmp_path / "run"
@@ -254,7 +189,8 @@ def test_one_process_a_run(tmp_path, capsys):
     (out / "config.json.123.tmp").write_text("{")
     argv = [*TINY, "--out", str(out), "--rounds", "1"]
     for words in (argv, [*argv[:-1], "2", "--resume"]):
-        held, before = lock(out), contents(out)
+        held, before = os.open(out, os.O_RDONLY), contents(out)
+        fcntl.flock(held, fcntl.LOCK_EX)
         refused(capsys, fedavg, words, "another process", str(out))
         os.close(held)
         assert contents(out) == before
@@ -323,26 +259,49 @@ class Evil:
         return os.system, ("touch pwned",)
 
 
-def pickled(content):
-    torch.save(Evil(), "evil.pt")
-    return open("evil.pt", "rb").read()
+def pickled(path):
+    torch.save(Evil(), path)
 
 
 def saved(tree):
-    return lambda content: run_folder.packed(tree).getvalue()
+    return lambda path: run_folder.save(tree, path)
 
 
+def written(content):
+    return lambda path: path.write_bytes(content)
+
+
+def changed(old, new):
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def another(path):
+    """Put that of another run of the same command in its place; its seconds differ."""
+    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1"]
+    scaffold.main([*argv, "--out", str(path.parent.parent / "other")])
+    shutil.copy(path.parent.parent / "other" / path.name, path)
+
+
+DEEP = 100_000 * b"["
 DAMAGES = [  # file, how, words of the refusal; tests/chaos.py flips, cuts and exchanges any
-    ("config.json", lambda content: b"[]", ["config.json is damaged"]),
-    ("config.json", lambda content: content.replace(b'"lr": 0', b'"lr": 1'), ["is damaged"]),
-    ("config.json", lambda content: 100_000 * b"[", ["config.json is damaged"]),
-    ("metrics.jsonl", lambda content: b"", ["metrics.jsonl: damaged, or of another run"]),
-    ("metrics.jsonl", lambda content: content.replace(b"_acc", b""), ["metrics.jsonl: damaged"]),
-    ("metrics.jsonl", lambda content: 100_000 * b"[" + b"\n" + content, ["metrics.jsonl: damaged"]),
-    ("checkpoint.pt", lambda content: None, ["checkpoint.pt: missing"]),
+    ("config.json", written(b"[]"), ["config.json is damaged"]),
+    ("config.json", changed(b'"lr": 0', b'"lr": 1'), ["is damaged"]),
+    ("config.json", written(DEEP), ["config.json is damaged"]),
+    ("config.json", pipe, ["config.json"]),
+    ("metrics.jsonl", written(b""), ["metrics.jsonl: damaged, or of another run"]),
+    ("metrics.jsonl", changed(b"_acc", b""), ["metrics.jsonl: damaged"]),
+    ("metrics.jsonl", written(DEEP), ["metrics.jsonl: damaged"]),
+    ("metrics.jsonl", pipe, ["metrics.jsonl: not a file"]),
+    ("checkpoint.pt", os.unlink, ["checkpoint.pt: missing"]),
     ("checkpoint.pt", pickled, ["checkpoint.pt: not a readable"]),
     ("checkpoint.pt", saved([1, 2]), ["checkpoint.pt: not a checkpoint of this run"]),
-    ("states/1-2.pt", lambda content: None, ["1-2.pt: no such client state"]),
+    ("checkpoint.pt", another, ["metrics.jsonl"]),
+    ("states/1-2.pt", os.unlink, ["1-2.pt: no such client state"]),
     ("states/1-2.pt", saved({"c": [torch.zeros(3)]}), ["1-2.pt: not a readable", "checkpoint.pt"]),
 ]
 
@@ -352,33 +311,15 @@ def test_damage(run, tmp_path, capsys, monkeypatch, name, damage, words):
     """One line names the file, and all stays as it is; once it is put back, the run goes on."""
     monkeypatch.chdir(tmp_path)
     whole = (run / name).read_bytes()
-    content = damage(whole)
-    assert content != whole
-    (run / name).unlink()
-    if content is not None:
-        (run / name).write_bytes(content)
+    damage(run / name)
     before = contents(run)
+    assert before.get(name) != whole
     refused(capsys, scaffold, resumed(run, "--rounds", 3), *words)
     assert contents(run).items() >= before.items() and not (tmp_path / "pwned").exists()
+    (run / name).unlink(missing_ok=True)
     (run / name).write_bytes(whole)
     scaffold.main(resumed(run, "--rounds", 3))
     assert len(rows_of(run)) == 3
-
-
-def test_a_checkpoint_of_another_run_of_the_same_command(run, tmp_path, capsys):
-    """Whole by itself; its seconds differ."""
-    argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1"]
-    scaffold.main([*argv, "--out", str(tmp_path / "other")])
-    (run / "checkpoint.pt").write_bytes((tmp_path / "other" / "checkpoint.pt").read_bytes())
-    refused(capsys, scaffold, resumed(run, "--rounds", 3), "metrics.jsonl")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "config.json"])
-def test_a_pipe_in_a_files_place(run, capsys, name):
-    """is refused; reading it would wait for ever."""
-    (run / name).unlink()
-    os.mkfifo(run / name)
-    refused(capsys, scaffold, resumed(run, "--rounds", 3), name)
 
 
 # --- leftovers, a user's files, disks
@@ -394,7 +335,7 @@ def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path, ke
         (out / "clients" / "mine.pt").write_text("mine")
     early = {name for name in contents(out) if "clients" in name}
     more = resumed(out, "--rounds", 4, *["--save-clients"] * keep)
-    killed(more, RunFolder, "write_config")
+    killed(more, "write_config")
     assert {name for name in contents(out) if "clients" in name} == early
     if not keep:
         write_config(out, flags=config_of(out)["flags"] | {"save_clients": False})
@@ -426,42 +367,96 @@ def test_divergence_loses_nothing(tmp_path):
 # --- what clients keep between rounds
 
 
-def test_all_files_are_synced_before_the_checkpoint(tmp_path, monkeypatch):
-    """And none before: once a checkpoint, in the last of two rounds; then the rows."""
-    events, save, sync = [], run_folder.save, run_folder.sync_path
-
-    def noted(call):
-        def noting(*args):
-            events.append(args[call is save].name)
-            return call(*args)
-
-        return noting
-
-    monkeypatch.setattr(run_folder, "save", noted(save))
-    monkeypatch.setattr(run_folder, "sync_path", noted(sync))
-    argv = [*TINY, "--checkpoint-every", "2", "--local-steps", "1", "--eval-every", "2"]
-    scaffold.main([*argv, "--out", str(tmp_path / "run")])
-    first = next(i for i, name in enumerate(events) if name[0].isdecimal())  # threads sync them
-    twice = sorted(f"{k}-{t}.pt" for t in (1, 2) for k in range(4))  # of round 1 nothing is left
-    assert sorted(events[first : first + 8]) == twice
-    after = [name for name in events[first + 8 :] if ".tmp" not in name and name != "run"]
-    assert after == ["states", "metrics.jsonl", "checkpoint.pt", "best.pt", "model.pt"]
-
-
 def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
-    """Not at the start of a resumed run."""
-    argv = [*TINY, "--clients", "6", "--sample", "0.5", "--local-steps", "2"]
-    scaffold.main([*argv, "--rounds", "5", "--out", str(tmp_path / "whole")])
-    out, seen, load = tmp_path / "cut", [], run_folder.load
-    _, rows = scaffold.main([*argv, "--rounds", "3", "--out", str(out)])
+    """Not at the start of a resumed run; who has not taken part has none."""
+    out, seen, load = tmp_path / "run", [], run_folder.load
+    argv = [*TINY, "--clients", "6", "--sample", "0.34", "--local-steps", "2", "--out", str(out)]
+    _, rows = scaffold.main(argv)
     trained = {k: row["round"] for row in rows for k in row["clients"]}
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "load", lambda *args: (seen.append(args[0]), load(*args))[1])
-        _, rows = scaffold.main(["--out", str(out), "--resume", "--rounds", "4"])
+    assert {path.name for path in (out / "states").iterdir()} == {
+        f"{k}-{t}.pt" for k, t in trained.items()
+    }
+    monkeypatch.setattr(run_folder, "load", lambda *args: (seen.append(args[0]), load(*args))[1])
+    _, rows = scaffold.main(resumed(out, "--rounds", 3))
     read = {path.name for path in seen if path.parent.name == "states"}
     assert read == {f"{k}-{trained[k]}.pt" for k in rows[-1]["clients"] if k in trained}
-    scaffold.main(["--out", str(out), "--resume", "--rounds", "5"])
-    assert_equal_runs(tmp_path / "whole", out)
-    for path in (tmp_path / "whole" / "states").iterdir():
-        a, b = (load(folder / path.name)["c"] for folder in (path.parent, out / "states"))
-        assert same(dict(enumerate(a)), dict(enumerate(b)))
+    assert read and len(trained) < 6
+
+
+# --- what tells a run's code from other code
+
+
+SOURCE = '''
+import torch.nn.functional as F
+SCALE = 2.0
+def loss_of(out, y):
+    return F.cross_entropy(out, y) * SCALE  # a helper
+def local_update(worker, client, server, args, power=1):
+    """Train."""
+    def step(x, y):
+        loss = loss_of(worker.net(x), y) ** power
+        loss.backward()
+        return loss
+    yield step
+'''
+CHANGES = [  # whether the code is another one then
+    ("# a helper", "# that helps", False),
+    ('"""Train."""', '"""Train a client."""', False),
+    ("SCALE = 2.0", "SCALE  =  2.0\n\n", False),
+    ("SCALE = 2.0", "SCALE = 3.0", True),
+    ("* SCALE", "+ SCALE", True),
+    ("power=1", "power=2", True),
+]
+
+
+def function_of(path, source=SOURCE):
+    """Return local_update of a script with this source."""
+    path.write_text(source)
+    return runpy.run_path(str(path))["local_update"]
+
+
+def code_of(f, **more):
+    return run_folder.code_of(common.Method(f, common.average, **more))
+
+
+@pytest.mark.parametrize("old, new, other", CHANGES)
+def test_what_counts(tmp_path, old, new, other):
+    first = code_of(function_of(tmp_path / "mine.py"))
+    second = code_of(function_of(tmp_path / "mine.py", SOURCE.replace(old, new)))
+    assert (first != second) == other
+
+
+def test_a_resume_by_other_code_is_refused(tmp_path):
+    """By a line that names the script; comments do not count."""
+    words, path = [*TINY, "--local-steps", "1", "--rounds", "1"], tmp_path / "mine.py"
+    parser = common.flags("", "mine")
+    args = parser.parse_args([*words, "--out", str(tmp_path / "run")])
+    common.run(args, functools.partial(function_of(path), power=1))
+    args = parser.parse_args(["--out", str(tmp_path / "run"), "--resume", "--rounds", "2"])
+    other = function_of(path, SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
+    assert "mine.py began with another local_update" in refusal(common.run, args, other)
+    common.run(args, functools.partial(function_of(path, f"{SOURCE}# said"), power=1))
+
+
+def test_names_and_digests(tmp_path):
+    """Functions of one name are told apart by their files; of common.py the name alone counts."""
+    a, b = function_of(tmp_path / "a.py"), function_of(tmp_path / "b.py", f"{SOURCE}\nX = 1\n")
+    assert code_of(a)["aggregate"] == "average"
+    assert code_of(a) != code_of(b) and code_of(a) == code_of(functools.partial(a, power=2))
+    assert code_of(a, adapt=b)["adapt"] == code_of(b)["local_update"]
+
+
+def test_a_notebook(monkeypatch):
+    """All of a cell counts but its comments; where there is no source, the function's name."""
+
+    def cell(text, name):
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(True), name))
+        exec(compile(text, name, "exec"), found := {"__name__": "__main__"})
+        return code_of(found["local_update"])["local_update"]
+
+    one = cell(SOURCE, "<cell 1>")
+    assert one == cell(f"{SOURCE}\n# said\n", "<cell 2>") != "local_update"
+    assert one != cell(SOURCE.replace("** power", "* power"), "<cell 3>")
+    assert one != cell(f"{SOURCE}\nX = 1\n", "<cell 4>")
+    exec(SOURCE, found := {"__name__": "__main__"})
+    assert code_of(found["local_update"])["local_update"] == "local_update"

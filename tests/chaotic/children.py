@@ -6,32 +6,25 @@ child misses none; that is checked before every fork."""
 import contextlib
 import functools
 import importlib
+import multiprocessing
 import os
 import pathlib
 import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from typing import NamedTuple
 
 ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 os.environ.update(ONE)  # before torch and numpy are imported
 
-import conftest  # noqa: E402, F401  (finds the project)
-
-import common  # noqa: E402
+import conftest  # noqa: E402  (finds the project)
 
 # what children would import
-for name in "torch._dynamo torchvision.datasets torchvision.transforms.functional".split():
+for name in "torch._dynamo extras.images extras.partitions extras.servers".split():
     importlib.import_module(name)
-for name in "extras.readers extras.text extras.partitions extras.servers extras.backbones".split():
-    importlib.import_module(name)
-for name in "analysis.similarity analysis.features hessian_eval reproduce.compare".split():
-    importlib.import_module(name)
-sys.modules["matplotlib"] = None  # an analysis without pictures is a faster one
-
+FORK = multiprocessing.get_context("fork")
 SECONDS = 40  # a child that takes longer hangs
 MEMORY = 4 << 30  # bytes that a child may take beside what it starts with
 NOTES = "is not cached", "cannot be locked here"  # lines beside the one
@@ -61,30 +54,21 @@ class Outcome(NamedTuple):
         return ""
 
 
-def from_shell(module, argv):
-    """Call a module's main() as its command line does."""
-    sys.argv = argv
-    with common.one_line_errors():
-        module.main()
+def run(name, *argv, before):
+    """Run a command of the project (a module with main) in a child, after before().
 
-
-def run(name, *argv, seconds=SECONDS, before=None, meanwhile=None):
-    """Run a command of the project (a module with main) in a child; return its Outcome.
-
-    before(): called in the child, first. meanwhile(): called whenever the child has stopped
-    itself, which goes on afterwards."""
-    words = [f"{name}.py", *map(str, argv)]
-    task = functools.partial(from_shell, importlib.import_module(name), words)
+    Returns its Outcome."""
+    task = functools.partial(conftest.from_shell, importlib.import_module(name), argv)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would leave threads behind")
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            _child(task, before, out, err)
-        code = _wait(pid, seconds, meanwhile)
-        with contextlib.suppress(ProcessLookupError):  # what decodes images for it
-            os.killpg(pid, signal.SIGKILL)
+        child = FORK.Process(target=_child, args=(task, before, out, err))
+        child.start()
+        child.join(SECONDS)
+        code = child.exitcode
+        with contextlib.suppress(ProcessLookupError):  # one that hangs; what decodes images for it
+            os.killpg(child.pid, signal.SIGKILL)
         return Outcome(code, *(_content(f) for f in (out, err)))
 
 
@@ -104,8 +88,7 @@ def _child(task, before, out, err):
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        if before:
-            before()
+        before()
         task()
         code = 0
     except SystemExit as stop:
@@ -117,20 +100,3 @@ def _child(task, before, out, err):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _wait(pid, seconds, meanwhile):
-    """Return the exit code of a child, None if it took longer and was killed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-        if not done:
-            time.sleep(0.002)
-        elif os.WIFSTOPPED(status):
-            meanwhile()
-            os.kill(pid, signal.SIGCONT)
-        else:
-            return os.waitstatus_to_exitcode(status)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None

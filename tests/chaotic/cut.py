@@ -18,7 +18,6 @@ HOW = {  # what happens at an operation: the exit codes that may follow
     "interrupt": (0, 130),
     "full": (0, 2),  # the disk
     "vanish": (0, 2),  # a file of the run
-    "rival": (0, 2),  # another process on the same folder
 }
 
 
@@ -83,9 +82,6 @@ class Cut:
 
     def interrupt(self, name, write):
         os.kill(os.getpid(), signal.SIGINT)
-
-    def rival(self, name, write):
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     def full(self, name, write):
         number = errno.ENOLCK if name == "flock" else errno.ENOSPC

@@ -1,7 +1,4 @@
-"""Files of a run or of its data that are damaged, exchanged or gone when the run is read again.
-
-What reproduce.compare reads, config.json and metrics.jsonl, is text that a user may edit: other
-numbers there are no failure of its. A resume has the checkpoint to hold them against."""
+"""Files of a run or of its data that are damaged, exchanged or gone when the run goes on."""
 
 import contextlib
 import os
@@ -10,84 +7,46 @@ import shutil
 
 import common
 import run_folder
-from chaotic.world import METHODS, SIGHTS, difference, files_of, train
+from chaotic.world import METHODS, files_of, train
+from runs import difference
 
-COMMANDS = {  # what reads the files, and in which folder of the World
-    "resume": "new",
-    "extend": "2-{}",
-    "begin": "4-{}",
-    **dict.fromkeys(SIGHTS, "4-{}"),
-}
+FOLDERS = {"resume": "new", "extend": "2-{}", "begin": "4-{}"}  # of the World
+KINDS = "flip flip flip cut zeros deleted folder pipe link exchange exchange".split()
 
 
-# --- damages to a path of a folder; rng: of random.Random. Each returns what it did.
+def damage(path, world, rng):
+    """Damage a file, or put another one of its sort or something else in its place.
 
-
-def flip(path, world, rng):
-    content = bytearray(path.read_bytes())
-    place, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[place] ^= 1 << bit
-    path.write_bytes(content)
-    return f"bit {bit} of byte {place} flipped"
-
-
-def cut_short(path, world, rng):
-    size = rng.choice([0, rng.randrange(path.stat().st_size)])
-    os.truncate(path, size)
-    return f"cut to {size} bytes"
-
-
-def zero(path, world, rng):
-    content = bytearray(path.read_bytes())
-    start = rng.randrange(len(content))
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    path.write_bytes(content)
-    return f"zeros from byte {start} on"
-
-
-def delete(path, world, rng):
-    path.unlink()
-    return "deleted"
-
-
-def become(path, world, rng):
-    path.unlink()
-    kind = rng.choice(["folder", "FIFO", "link to itself", "link to nothing"])
-    make = {"folder": path.mkdir, "FIFO": lambda: os.mkfifo(path)}
-    make.get(kind, lambda: path.symlink_to(path if kind == "link to itself" else "nothing"))()
-    return f"now a {kind}"
-
-
-def exchange(path, world, rng):
-    """Put another file of the same sort in its place, with its own or with the old one's times."""
+    Returns what was done. An exchanged file may have the old one's times."""
     others = [p for p in world.root.glob("[24]-*/**/*") if p.suffix == path.suffix and p.is_file()]
-    other = rng.choice([p for p in sorted(others) if p.read_bytes() != path.read_bytes()])
-    stat = path.stat()
-    shutil.copyfile(other, path)
-    if rng.random() < 0.5:
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    return f"now {other.relative_to(world.root)}"
-
-
-def join(path, world, rng):
-    """Put a file of the user's beside it."""
-    name = rng.choice([f"{path.stem} (1){path.suffix}", "notes.tmp", "notes.txt"])
-    shutil.copy(path, path.with_name(name))
-    return f"joined by {name}"
-
-
-DAMAGES = [flip, flip, flip, cut_short, zero, delete, become, exchange, exchange, join]
-
-
-# --- a case
+    content, stat, kind = path.read_bytes(), path.stat(), rng.choice(KINDS)
+    at = rng.choice([0, rng.randrange(len(content))])
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(rng.choice([path, "nothing"]))
+    elif kind == "exchange":
+        shutil.copyfile(rng.choice([p for p in sorted(others) if p.read_bytes() != content]), path)
+        if rng.random() < 0.5:
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif kind != "deleted":
+        rest = {
+            "cut": b"",
+            "flip": bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :],
+        }
+        rest["zeros"] = bytes(len(content[at : at + 512])) + content[at + 512 :]
+        path.write_bytes(content[:at] + rest[kind])
+    return f"{kind}, at {at}"
 
 
 def case(world, n):
     """Damage a file and read the run; return what was done, and what is wrong, "" if nothing."""
     rng = random.Random(f"{world.seed} damage {n}")
-    i, command = rng.randrange(len(METHODS)), rng.choice([*COMMANDS])
-    damage = rng.choice(DAMAGES)
-    with world.copy(COMMANDS[command].format(i)) as folder:
+    i, command = rng.randrange(len(METHODS)), rng.choice([*FOLDERS])
+    with world.copy(FOLDERS[command].format(i)) as folder:
         if command == "resume":  # of a run that was killed after a checkpoint
             count = len(world.operations[i])
             train(folder, METHODS[i], "--rounds", 4, how="kill", at=rng.randint(count // 2, count))
@@ -95,16 +54,17 @@ def case(world, n):
             shutil.rmtree(folder / "run")
         part = folder / ("data" if command == "begin" or rng.random() < 0.2 else "run")
         paths = sorted(p for p, content in files_of(part).items() if content)
-        path = rng.choice([p for p in paths if command != "begin" or p.name.startswith(".cache")])
-        if path.suffix in (".json", ".jsonl") and command == "compare":
-            damage = rng.choice([delete, become])
-        what = f"{METHODS[i]}, {command}, {path.relative_to(folder)}: "
-        others, whole = {*path.parent.iterdir()}, path.read_bytes()
+        path = rng.choice(paths)
+        what, whole = f"{METHODS[i]}, {command}, {path.relative_to(folder)}: ", path.read_bytes()
         what += damage(path, world, rng)
-        joined, damaged = {*path.parent.iterdir()} - others, mark(path)
-        fault = read_again(world, folder, i, command, joined)
+        damaged = mark(path)
+        fault = read_again(folder, i)
+        if fault is None and command == "begin" and path.suffix == ".png":
+            fault = ""  # trained, on another image
         if fault is None:
             whole_run = world.root / f"4-{i}" / "run"
+            if path.is_dir() and not (whole_run / path.relative_to(part)).exists():
+                path.rmdir()  # somebody's, which no run removes
             unread = path.parent.name in ("states", "clients") or damaged is None
             if unread and mark(path) == damaged and (whole_run / path.relative_to(part)).exists():
                 put_back(path, whole)  # the client has not trained again; no model was better
@@ -147,32 +107,18 @@ def lost(folder, before):
     return [path for path in before if path not in free and after.get(path) != before[path]]
 
 
-def read_again(world, folder, i, command, joined):
-    """Return what is wrong with a command on a run that was damaged, "" if nothing.
+def read_again(folder, i):
+    """Return what is wrong with a resume of a run that was damaged, "" if nothing.
 
-    None where a run was trained to its end, which is to be compared with an uncut one's. joined:
-    files of the user's that must stay."""
+    None where it was trained to its end, and is to be compared with an uncut one."""
     before, begun = files_of(folder), committed(folder)
-    if command in SIGHTS:
-        outcome, found = world.see(folder, command)
-        same = found == world.seen(i, 4, command)
-    else:
-        outcome = train(folder, METHODS[i], "--rounds", 4, how="none")
+    outcome = train(folder, METHODS[i], "--rounds", 4, how="none")
     fault = outcome.fault(0, 2)
     if fault:
         return fault
-    gone = [path.name for path in joined if not path.exists()]
-    if gone:
-        return f"{gone[0]}, which is the user's, was removed"
     if outcome.code == 2:
         if committed(folder) > begun:
             return ""  # it has trained some before it read the file
         changed = [path.relative_to(folder) for path in lost(folder, before)]
         return changed and f"refused, but changed {changed[0]}" or ""
-    if command in SIGHTS:
-        return "" if same else "other results, without a word"
-    for path in joined:
-        path.unlink()
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()  # which stayed for its sake
     return None
