@@ -21,6 +21,7 @@ a +- b (n): mean and sample standard deviation over n partitions.
 
 import json
 import pathlib
+import re
 import shlex
 
 import common
@@ -35,7 +36,7 @@ from reproduce.runs import Group, decisive_flags, read_runs
 MAIN = "alpha=0.5"  # the setting whose runs are named after the method alone
 TITLES = {MAIN: "Dirichlet(0.5)", "labels=2": "Two labels a client"}
 MARKS = "<!-- benchmark -->\n", "<!-- end of benchmark -->\n"
-PAGES = [jobs.ROOT / "README.md", jobs.ROOT / "docs" / "benchmark.md"]
+README, PAGE = jobs.ROOT / "README.md", jobs.ROOT / "docs" / "benchmark.md"
 PICTURE = jobs.ROOT / "docs" / "benchmark.svg"
 KEPT = jobs.ROOT / "results" / "benchmark"
 
@@ -177,7 +178,7 @@ def draw_differences(ax, gains):
 
 
 def publish(runs_of, root, commands):
-    """Keep the finished runs in root, and write those kept into the PAGES that have the MARKS.
+    """Keep the finished runs in root, and write those kept into PAGE and the README's table.
 
     Raises UserError for a run whose flags are not those of its command."""
     settings = read_settings(runs_of, root).values()
@@ -188,16 +189,19 @@ def publish(runs_of, root, commands):
         keep(run)
     settings = read_settings(runs_of, KEPT)
     draw(PICTURE, settings)
-    for page in PAGES:
-        picture = PICTURE.relative_to(page.parent)
 
-        def print_page(picture=picture):
-            print_tables(settings, read_published(), markdown=True)
-            if PICTURE.exists():
-                print(f"\n![Curves, and accuracy over FedAvg's]({picture})")
+    def print_page():
+        print_tables(settings, read_published(), markdown=True)
+        if PICTURE.exists():
+            print(f"\n![Curves, and accuracy over FedAvg's]({PICTURE.name})")
 
-        if MARKS[0] in page.read_text():
-            compare.replace_section(page, print_page, MARKS)
+    compare.replace_section(PAGE, print_page, MARKS)
+    text = README.read_text()
+    for cell, (runs, _) in reversed(settings[TITLES[MAIN]].items()):  # a script's first cell last
+        row = rf"^(\| \[`{cell.command.split()[0]}`\].* \| )[^|]*( \|[^|]*\|[^|]*\|)$"
+        last = Mean.of([figures(run, len(run.rows))["last"] for run in runs])
+        text = re.sub(row, rf"\g<1>{with_n(last) if runs else '–'}\2", text, flags=re.M)
+    run_folder.write_atomically(README, text.encode())
     return 0
 
 

@@ -14,12 +14,13 @@ CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
 
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
-    """README.md without the marks and a page with them, in place of the project's; the latter."""
+    """The project's README.md and a page with the marks, as files of the test; the latter."""
     pages = [tmp_path / "README.md", tmp_path / "docs" / "benchmark.md"]
     pages[1].parent.mkdir()
-    pages[0].write_text("no marks")
+    pages[0].write_text((ROOT / "README.md").read_text())
     pages[1].write_text("before\n{}old\n{}after\n".format(*benchmark.MARKS))
-    monkeypatch.setattr(benchmark, "PAGES", pages)
+    monkeypatch.setattr(benchmark, "README", pages[0])
+    monkeypatch.setattr(benchmark, "PAGE", pages[1])
     monkeypatch.setattr(benchmark, "PICTURE", tmp_path / "docs" / "benchmark.svg")
     monkeypatch.setattr(benchmark, "KEPT", tmp_path / "kept" / "benchmark")
     return pages[1]
@@ -80,6 +81,11 @@ def test_pages_and_results(tmp_path, capsys, pages):
     text = pages.read_text()
     assert "](benchmark.svg)" in text and text.startswith("before\n") and text.endswith("after\n")
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
+    accuracies = {"moon": "41.50 +- 0.71 (2)", "fedavg": "40.00 +- 0.00 (2)"}
+    for line in (tmp_path / "README.md").read_text().splitlines():
+        if row := re.match(r"\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$", line):
+            assert row[2] == accuracies.pop(row[1], "–"), line
+    assert accuracies == {}
     assert re.search(r"Two labels a client:\n\n.*\n.*\n\| FedAvg \| 4\.00 \(1\) ", text)
     run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
     assert pages.read_text() == text
@@ -102,6 +108,7 @@ def test_the_page_is_of_the_results_kept(tmp_path, capsys, pages, monkeypatch):
     monkeypatch.setattr(benchmark, "KEPT", ROOT / "results" / "benchmark")
     assert run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "none")[0] == 0
     assert pages.read_text() == text
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
     assert rows_in(text).keys() >= {cell.method for cell in CELL.values()}
 
 
