@@ -184,20 +184,20 @@ def test_other_code_is_another_method(tmp_path, capsys):
         folder = make_run(tmp_path / str(i), seed=seed, accuracies=(10, 20, 30, 40 + i))
         folders.append(write_config(folder, code=code))
     code, out, err = run_compare(capsys, *folders)
-    rows = [line.split()[:3] for line in out.splitlines() if line.startswith("fedavg ")]
+    rows = [line.split()[:3] for line in out.splitlines() if line.startswith("FedAvg ")]
     assert code == 0 and rows == [
-        ["fedavg", "aggregate=average", "#22222222"],
-        ["fedavg", "aggregate=median", "#33333333"],
-        ["fedavg", "aggregate=median", "#44444444"],
-        ["fedavg", "aggregate=none", "local_update=none"],
+        ["FedAvg", "aggregate=average", "#22222222"],
+        ["FedAvg", "aggregate=median", "#33333333"],
+        ["FedAvg", "aggregate=median", "#44444444"],
+        ["FedAvg", "aggregate=none", "local_update=none"],
     ]
     assert err == ""
     _, out, _ = run_compare(capsys, *folders[:3])
     assert re.search("average #22222222 +2 ", out) and re.search("median #33333333 +1 ", out)
     lines = lines_over(Picture(make_groups(*folders[:3]), None, "lr", []))
     assert [label for _, label, _ in lines] == [
-        "fedavg, aggregate=average #22222222",
-        "fedavg, aggregate=median #33333333",
+        "FedAvg, aggregate=average #22222222",
+        "FedAvg, aggregate=median #33333333",
     ]
 
 
@@ -246,5 +246,5 @@ def test_a_damaged_folder_gets_one_line(tmp_path, capsys, name, old, new, messag
         (bad / name).write_text(text.replace(old, new, 1), encoding="latin-1")
     code, out, err = run_compare(capsys, bad, good)
     assert code == 2 and message in err and err.count("\n") == 1 and str(bad) in err
-    assert "fedavg" in out
+    assert "FedAvg" in out
     assert is_refused(run_compare(capsys, bad), message)

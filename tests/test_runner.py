@@ -13,6 +13,7 @@ from conftest import make_folder
 from makers import PLAIN, ROOT, make_run, read_rows, run_reproduce
 from tqdm import tqdm
 
+import common
 from reproduce import jobs
 from reproduce.jobs import run_all, run_child
 
@@ -128,6 +129,7 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
         importlib.import_module(line[0].removesuffix(".py")).main(line[1:])
         return 0
 
+    monkeypatch.setattr(common, "CORES", 1)  # as of the process that was cut
     monkeypatch.setattr(jobs, "run_child", run_here)
     out = run_reproduce(capsys, *argv)[1]
     assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
