@@ -130,6 +130,8 @@ def shards_partition(labels, clients, each, seed):
 
     The samples, sorted by label, are cut into clients x each shards of equal size, give or take
     one, and each client gets as many of them at random."""
+    if clients * each > len(labels):
+        raise UserError(f"--shards {each}: {clients * each} shards of {len(labels)} samples")
     rng = seeded_rng("shards", seed)
     order = rng.permutation(len(labels))
     order = order[np.argsort(np.asarray(labels)[order], kind="stable")]
@@ -239,10 +241,9 @@ def client_test_indices(data, parts, args):
         groups = natural_groups(data.writers, args.clients, args.data_seed, args.users)
         tests = _indices_by_writer(groups, data.writers_test)
     else:
-        if args.partition == "natural" and not args.quiet:
-            line = (
-                "--client-test: no writers_test; each client is tested on its share of each class"
-            )
+        own_writers = data.writers is not None and args.dataset.startswith("own")
+        if (own_writers or args.partition == "natural") and not args.quiet:
+            line = "--client-test: not by writer; each client is tested on its share of each class"
             print(line, file=sys.stderr)
         labels = data.y_test.numpy()
         rng = seeded_rng("client-test", args.data_seed)

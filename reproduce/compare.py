@@ -14,6 +14,7 @@ differ in --data-seed too, if no two of them have the same. The columns:
                  (rFedAvg's figures)
     to T%        first round whose EMA is at least T (--target); 1000+: not within the 1000 rounds
     worst client accuracy of the worst client in the last round, where it was measured
+    personal     mean accuracy of the clients' own networks, as of FedPer, in the last round
                  (--client-test; its n, if fewer)
     s/round      median seconds of a round, aggregation and evaluation included
     MB/round     sent and received by all clients
@@ -62,7 +63,8 @@ def warn(line):
 def main_table(groups, names, at, targets):
     """Return the table of all rows, as (lines for the eye, lines for the CSV)."""
     columns = ["last", "best", "EMA", *(f"EMA@{t}" for t in at), "last five", "their deviation"]
-    columns += [*(f"to {target:g}%" for target in targets), "worst client", "s/round", "MB/round"]
+    columns += [*(f"to {target:g}%" for target in targets), "worst client"]
+    columns += ["personal", "s/round", "MB/round"]
     reported = (own_figures(run.rows) for group in groups for run in group.runs)
     columns += ["delta bytes", *sorted(set().union(*reported) - {*columns})]
     lines, tidy = [], []

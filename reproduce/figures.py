@@ -95,6 +95,8 @@ def figures(run, rounds, at=(), targets=()):
     }
     if last.get("client_acc_worst") is not None:
         values["worst client"] = last["client_acc_worst"]
+    if last.get("personal_acc_mean") is not None:
+        values["personal"] = last["personal_acc_mean"]
     if "bytes_delta" in rows[-1]:
         values["delta bytes"] = rows[-1]["bytes_delta"] / len(rows[-1]["clients"])
     return values
@@ -114,7 +116,7 @@ def show_figure(column, mean, group):
     """Return a Mean as its cell of the table."""
     if column.startswith("to "):
         return show_censored(mean, group.rounds)
-    if column == "worst client" and mean.missed:  # measured in some of the runs alone
+    if column in ("worst client", "personal") and mean.missed:  # measured in some of the runs alone
         return f"{mean.show()} (n = {mean.n})"
     if column in own_figures(group.runs[0].rows):
         return mean.show(".4g", ".2g")

@@ -147,6 +147,7 @@ FLAGS = """
 --partition natural --clients 300 | writers
 --partition iid --clients 601 | no sample
 --partition labels --labels 63 | --labels 63; has 62 labels
+--partition shards --shards 999 | --shards 999; samples
 --partition labels | --labels 2: no client has label; use more --clients
 --drop-last --batch-size 599 | --drop-last
 --dataset folder --data-dir /nonexistent | /nonexistent; no images; train/CLASS

@@ -122,12 +122,13 @@ def test_only_plain_fedavg_on_the_same_machine_is_a_baseline(tmp_path):
 
 
 def test_of_the_same_run_the_one_with_more_figures_stays(tmp_path, capsys):
-    """and the worst client's accuracy says of how many runs it is."""
+    """and accuracies of clients say of how many runs they are."""
     a = make_run(tmp_path / "a0")
-    b = make_run(tmp_path / "b0", f"{PLAIN} --client-test", client_acc_worst=7.0)
+    more = {"client_acc_worst": 7.0, "personal_acc_mean": 64.5}
+    b = make_run(tmp_path / "b0", f"{PLAIN} --client-test", **more)
     c = make_run(tmp_path / "c1", seed=1)
     _, out, err = run_compare(capsys, a, b, c)
-    assert "a0: left out" in err and "7.00 (n = 1)" in out
+    assert "a0: left out" in err and "7.00 (n = 1)" in out and "64.50 (n = 1)" in out
     _, out, _ = run_compare(capsys, c, b)
     assert "7.00 (n = 1)" in out
 
