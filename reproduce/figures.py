@@ -11,6 +11,7 @@ from reproduce.runs import (
     Group,
     as_text,
     decisive_flags,
+    shared_flags,
 )
 
 ROW_KEYS = {  # of a row as the engine writes it; what else is there the method has reported
@@ -211,9 +212,13 @@ def code_labels(group, groups):
 
 
 def shared_setting(groups):
-    """Return the flags of the setting that all groups share, as text; those that act alone."""
-    named = (*SETTING_FLAGS, *"lr momentum weight_decay clip".split())
-    flags, idle = groups[0].flags, set(differing_flags(named, groups))
+    """Return the flags of the setting that all groups share, as text; those that act alone.
+
+    Of the flags of training beside the usual ones those off their defaults are named."""
+    flags, usual = groups[0].flags, decisive_flags(shared_flags())
+    named = [*SETTING_FLAGS, *"lr momentum weight_decay clip".split()]
+    named += [k for k, v in usual.items() if k not in {*named, "augment"} and flags.get(k, v) != v]
+    idle = set(differing_flags(named, groups))
     if flags["dataset"] != "folder":
         idle.add("data_dir")
     if not str(flags["partition"]).startswith("dirichlet"):
