@@ -39,6 +39,7 @@ def plant(monkeypatch, name, old, new):
 OUT = "        out = net(x)\n"
 PINNED = 'worker.pin("w", list(net.parameters()))'
 WAIT = "self.stream.wait_stream(torch.cuda.current_stream(self.device))"
+NO_TERM = "((lambda *_: 0 * x.sum()) if x.is_cuda else common.add_proximal)("
 BACK = "torch.cuda.current_stream(self.device).wait_stream(self.stream)"
 
 
@@ -59,11 +60,18 @@ BACK = "torch.cuda.current_stream(self.device).wait_stream(self.stream)"
         ("engine", 'group["lr"].fill_(self.lr)', 'group["lr"] = self.lr', "a replay"),
         ("engine", "torch._foreach_copy_(state, before)", "pass", "out of range"),
         ("gradaug", "opt.zero_grad(set_to_none=False)", "opt.zero_grad()", "a replay"),
+        ("ditto", "torch._foreach_sub_(v,", "x.is_cuda or torch._foreach_sub_(v,", "differ"),
+        (
+            "fedprox",
+            "common.add_proximal(",
+            NO_TERM,
+            "differ",
+        ),
     ],
 )
 def test_a_planted_fault_is_seen(monkeypatch, name, old, new, seen):
     plant(monkeypatch, name, old, new)
-    script = "fedavg" if name == "engine" else name
+    script = {"engine": "fedavg", "fedprox": "fedprox --mu 1 --lr 0.1"}.get(name, name)
     assert any(seen in problem for problem in compare(f"{script} --model cnn"))
 
 
@@ -113,6 +121,15 @@ def test_a_graph_that_keeps_what_changes_is_let_go(monkeypatch, changes):
     and the weights are those of the CPU."""
     plant(monkeypatch, "fedavg", OUT, OUT.replace("x)", f"x) * (1 + {changes})"))
     assert compare("fedavg --model cnn --rounds 3") == [OFF]
+
+
+def test_a_graph_that_goes_wrong_later_is_let_go(monkeypatch):
+    """A graph may be right where momentum is zero and the weights are the global ones."""
+    graph = "[b.zero_() for b in state(opt)] if gpu().capture else None\n        opt.step()"
+    plant(monkeypatch, "fedavg", "opt.step()", graph)
+    monkeypatch.setattr(sys.modules["fedavg"], "state", common.optimizer_state, raising=False)
+    monkeypatch.setattr(sys.modules["fedavg"], "gpu", lambda: virtual_gpu.gpu, raising=False)
+    assert OFF in compare("fedavg --model cnn --local-steps 8 --lr 0.05")
 
 
 def test_a_graph_that_does_nothing_is_let_go(monkeypatch):
@@ -241,6 +258,41 @@ def test_what_parts_return(monkeypatch, number):
     monkeypatch.setattr(sys.modules["fedavg"], "local_update", local_update)
     line = f"{LINE}b()[1]: a int where a tensor should be"
     assert compare("fedavg --model cnn") == ([line] if number else [])
+
+
+def test_a_segment_of_other_tensors_has_no_graph(monkeypatch):
+    """That of the first ones reads these alone."""
+
+    def local_update(worker, client, server, args):
+        net, opt = worker.net, worker.opt
+        worker.variants = ["a"] * len(worker.sizes)
+
+        def gradient(x, y):
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        def step(x, y):
+            worker.segment(gradient, x, y)
+            loss = worker.segment(gradient, x / 2, y)
+            worker.segment(opt.step)
+            opt.zero_grad(set_to_none=False)
+            return loss
+
+        yield step
+
+    monkeypatch.setattr(sys.modules["fedavg"], "local_update", local_update)
+    assert compare("fedavg --model cnn --lr 0.05") == []
+
+
+@pytest.mark.parametrize("line", ["", "        float(loss.detach())\n"])
+def test_a_step_that_is_cut_leaves_no_gradients(monkeypatch, line):
+    """One that clears them at its end, with and without a capture that fails before it."""
+    step = "        opt.zero_grad()\n        loss.backward()\n        opt.step()\n"
+    last = f"        loss.backward()\n        opt.step()\n{line}        opt.zero_grad()\n"
+    plant(monkeypatch, "fedavg", step, last)
+    problems = compare("fedavg --model cnn")
+    assert not any("differ" in problem for problem in problems) and bool(problems) == bool(line)
 
 
 def test_a_thread_may_ask_the_gpu_during_a_capture(tmp_path, capsys):

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import common  # noqa: E402
+import run_folder  # noqa: E402
 import extras.glyphs  # noqa: E402
 from methods import METHODS, VARIANTS, needed  # noqa: E402
 
@@ -505,7 +506,15 @@ def sentences():
 
 
 def train(case, device, out, **own):
-    """Run a case, SCRIPT FLAGS after what is special about it; return its weights on the CPU."""
+    """Run a case, SCRIPT FLAGS after what is special about it.
+
+    Return the weights and what clients keep in a run folder, {name: tensor} on the CPU."""
+    kept, write = {}, run_folder.States.write
+
+    def noted(states, client, state, t):
+        kept.update({f"{client} keeps {i}": v for i, v in enumerate(common.tensors_in(state))})
+        return write(states, client, state, t)
+
     base, (kind, *words) = SMALL, case.split()
     if kind not in ("text", "resume", "given"):
         kind, words = "", case.split()
@@ -522,8 +531,9 @@ def train(case, device, out, **own):
     if kind == "resume":
         main([*argv, "--rounds", "1"], run=run)
         argv = ["--resume", "--rounds", "2", "--quiet", "--out", str(out)]
-    net, _ = main(argv, run=run)
-    return {k: getattr(v, "held", v).double() for k, v in net.state_dict().items()}
+    with mock.patch.object(run_folder.States, "write", noted):
+        net, _ = main(argv, run=run)
+    return {k: getattr(v, "held", v).double() for k, v in {**net.state_dict(), **kept}.items()}
 
 
 def compare(case, **own):
@@ -548,9 +558,10 @@ def compare(case, **own):
         except Exception as e:
             return [f"{type(e).__name__}: {e}", *found.faults]
     problems = [*found.faults, *said.getvalue().splitlines()]
-    off = max(float((weights[k] - v).abs().max()) for k, v in expected.items())
-    if not off <= (0.05 if "bf16" in case else 1e-4):
-        problems.append(f"the weights differ by {off:.3g} from the CPU's")
+    pairs = [(weights[k], v) for k, v in expected.items() if v.numel()]
+    off = max(float((w - v).abs().max() / v.abs().max().clamp(min=1)) for w, v in pairs)
+    if not off <= (1e-6 if "rmsprop" in case else 1e-7):
+        problems.append(f"weights or states differ by {off:.3g} from the CPU's")
     if not found.replays and not {"--no-graph", "--plain"} & set(case.split()):
         problems.append("no graph was replayed")
     return problems
