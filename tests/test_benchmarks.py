@@ -222,6 +222,16 @@ def test_gpu_tells_failures_and_goes_on(monkeypatch, gpu_rows):
     assert "--model" in table[2]["error"]
 
 
+@pytest.mark.parametrize("accuracy", [50.0, 85.0])
+def test_gpu_checks_the_readme_s_accuracy(monkeypatch, accuracy):
+    def train(script, flags, out):
+        common.flags("", script).parse_args([*flags, "--out", str(out)])
+        return {}, [{"test_acc": accuracy}], {"workers": 1}
+
+    monkeypatch.setattr(gpu, "train", train)
+    assert gpu.command(["readme"], "cpu")["ok"] == (accuracy > 80)
+
+
 def test_gpu_runs_cases_in_processes(gpu_rows):
     """With compiled blocks too."""
     plain, compiled = gpu_rows("kernels", "--device", "cpu", "--compile")
