@@ -174,8 +174,8 @@ def femnist(root):
 
     They are root/train/*.json and root/test/*.json, read once, with 28x28 images in [0, 1], white
     paper 1, and labels 0-9, 10-35 for A-Z, 36-61 for a-z. UserError for a damaged shard."""
-    make = "data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample"
-    advice = f"{make} of github.com/TalwalkarLab/leaf makes the folders train and test of {root}"
+    make = "data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample of TalwalkarLab/leaf"
+    advice = f"{make} writes data/train and data/test there; copy both into {root}"
 
     def read():
         names = ("x", "y", "x_test", "y_test", "writers", "writers_test")

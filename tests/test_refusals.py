@@ -153,7 +153,7 @@ FLAGS = """
 --dataset folder --data-dir /nonexistent | /nonexistent; no images; train/CLASS
 --image-size 10 | --image-size
 --image-size 2147483647 | --image-size; at most 4096
---model resnet56 --partition iid --clients 600 | single sample
+--model resnet56 --partition iid --clients 600 | batch norm needs two samples; --clients
 --server adam --server-tau 1e308 | --server-tau; at most 1e+18
 --lr-decay 1.1 | --lr-decay; above 0 and at most 1
 --min-size 151 | --min-size; 600 samples cannot give 4 --clients 151 each
