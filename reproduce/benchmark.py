@@ -6,19 +6,22 @@
     python -m reproduce benchmark --publish           finished runs into results/ and the docs
 
 reproduce/cells.txt has the commands ([NIID-Bench]). Run METHOD-dsK has --data-seed K and lies in
-runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. Finished
-runs alone are shown:
-    accuracy       of the global model on the whole test set after the last round, in %
+runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. A setting
+has two tables: of finished runs, and of all runs after round 10, which tells more while few are
+finished (the learning rate is constant, so a run of ten rounds would give the same):
+    accuracy       of the global model on the whole test set, in %
     over FedAvg    the same less that of FedAvg's run on the same partition
-    worst client   accuracy of the worst client after the last round
-    s, MB          seconds and bytes of a round over those of FedAvg's run on the same partition,
-                   seconds where the machine and --workers are the same
+    worst client   accuracy of the worst client
+    s              seconds of the fastest round over those of FedAvg's run on the same partition,
+                   where the machine and --workers are the same
+    MB             bytes of a round over those of FedAvg's run
     rounds to      the first round in which the accuracy is at least that of FedAvg's run on the
-                   same partition after its last round; 50+: in none of the 50
+                   same partition in the table's round; 50+: in none of the 50
     published      the mean in NIID-Bench's paper
 a +- b (n): mean and sample standard deviation over n partitions.
 """
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -30,11 +33,13 @@ from analysis import pictures
 from analysis.runs import table
 from reproduce import compare, jobs
 from reproduce.cells import all_cells, parsed_flags, read_published
-from reproduce.figures import Mean, curve, figures, show_censored
+from reproduce.figures import Mean, curve, figures, seconds, show_censored
 from reproduce.runs import Group, decisive_flags, read_runs
 
 MAIN = "alpha=0.5"  # the setting whose runs are named after the method alone
 TITLES = {MAIN: "Dirichlet(0.5)", "labels=2": "Two labels a client"}
+EARLY = 10
+TABLES = {f"round {EARLY}": EARLY, "the last round": None}
 MARKS = "<!-- benchmark -->\n", "<!-- end of benchmark -->\n"
 README, PAGE = jobs.ROOT / "README.md", jobs.ROOT / "docs" / "benchmark.md"
 PICTURE = jobs.ROOT / "docs" / "benchmark.svg"
@@ -68,16 +73,19 @@ def benchmark(args, extra):
 
 
 def read_settings(runs_of, root):
-    """Return {title: {cell: (its finished Runs, their pairs)}}, a setting each.
+    """Return {(title, key of TABLES): {cell: (Runs up to that round, their pairs)}}.
 
     runs_of: {cell: names of folders in root}. pairs: of compare_pairs()."""
     settings = {}
     for cell, names in runs_of.items():
         folders = [root / name for name in names if (root / name / "config.json").exists()]
-        runs = [run for run in read_runs(folders, compare.warn)[0] if run.finished]
-        own = settings.setdefault(TITLES[cell.setting], {})
-        plain = next(iter(own.values()))[0] if own else runs  # FedAvg's cell is the first
-        own[cell] = runs, compare_pairs(runs, plain)
+        runs = read_runs(folders, compare.warn)[0]
+        for when, rounds in TABLES.items():
+            enough = [r for r in runs if r.finished or rounds and len(r.rows) >= rounds]
+            own = [dataclasses.replace(run, rows=run.rows[:rounds]) for run in enough]
+            cells = settings.setdefault((TITLES[cell.setting], when), {})
+            plain = next(iter(cells.values()))[0] if cells else own  # FedAvg's cell is the first
+            cells[cell] = own, compare_pairs(own, plain)
     return settings
 
 
@@ -91,7 +99,8 @@ def compare_pairs(runs, plain):
         own, its = (figures(r, len(r.rows)) for r in (run, base))
         reached = (r["round"] for r in run.rows if (r["test_acc"] or 0) >= its["last"])
         pair = {"over FedAvg": own["last"] - its["last"], "rounds to": next(reached, None)}
-        pair["s"] = own["s/round"] / its["s/round"] if run.speed == base.speed else None
+        fastest, its_fastest = (min(map(seconds, r.rows)) for r in (run, base))
+        pair["s"] = fastest / its_fastest if run.speed == base.speed else None
         pairs.append({**pair, "MB": own["MB/round"] / its["MB/round"]})
     return pairs
 
@@ -107,7 +116,7 @@ def line_of(cell, runs, pairs, published):
     if pairs:
         mean = {name: Mean.of([pair[name] for pair in pairs]) for name in pairs[0]}
         line |= {name: f"{mean[name].mean:.2f}x" for name in ("s", "MB") if mean[name].n}
-        line["rounds to"] = show_censored(mean["rounds to"], runs[0].flags["rounds"])
+        line["rounds to"] = show_censored(mean["rounds to"], len(runs[0].rows))
         line["over FedAvg"] = with_n(mean["over FedAvg"], "+.2f") * (cell.method != "FedAvg") or "-"
     return line
 
@@ -119,15 +128,19 @@ def with_n(mean, form=".2f"):
 
 def print_tables(settings, published, markdown=False):
     """Print a table of each of read_settings(); published: of read_published()."""
-    for title, own in settings.items():
-        lines = [line_of(cell, *found, published) for cell, found in own.items()]
-        print(f"\n{title}:\n\n{table(lines, markdown)}")
+    for (title, when), own in settings.items():
+        if not any(runs for runs, _ in own.values()):
+            print(f"\n{title}, after {when}: not run.")
+            continue
+        beside = {} if TABLES[when] else published
+        lines = [line_of(cell, *found, beside) for cell, found in own.items()]
+        print(f"\n{title}, after {when}:\n\n{table(lines, markdown)}")
 
 
 def draw(path, settings):
     """Write the picture of read_settings() in which FedAvg and another have run."""
     found = {t: {c.method: f for c, f in own.items() if f[1]} for t, own in settings.items()}
-    if drawn := {title: own for title, own in found.items() if len(own) > 1}:
+    if drawn := {f"{t}, after {w}": own for (t, w), own in found.items() if len(own) > 1}:
         pictures.write(path, draw_settings, drawn)
 
 
@@ -178,15 +191,16 @@ def draw_differences(ax, gains):
 
 
 def publish(runs_of, root, commands):
-    """Keep the finished runs in root, and write those kept into PAGE and the README's table.
+    """Keep the runs of commands that have EARLY rounds, and write those kept into PAGE and README.
 
     Raises UserError for a run whose flags are not those of its command."""
-    settings = read_settings(runs_of, root).values()
-    for run in (run for own in settings for runs, _ in own.values() for run in runs):
-        config = run.config | {"flags": decisive_flags(run.flags)}
-        asked = decisive_flags(parsed_flags(commands[run.path]))
-        run_folder.check_same(run.path, config, "flags", asked)
-        keep(run)
+    folders = [path for path in commands if (path / "config.json").exists()]
+    for run in read_runs(folders, compare.warn)[0]:
+        if len(run.rows) >= EARLY:
+            config = run.config | {"flags": decisive_flags(run.flags)}
+            asked = decisive_flags(parsed_flags(commands[run.path]))
+            run_folder.check_same(run.path, config, "flags", asked)
+            keep(run)
     settings = read_settings(runs_of, KEPT)
     draw(PICTURE, settings)
 
@@ -197,10 +211,12 @@ def publish(runs_of, root, commands):
 
     compare.replace_section(PAGE, print_page, MARKS)
     text = README.read_text()
-    for cell, (runs, _) in reversed(settings[TITLES[MAIN]].items()):  # a script's first cell last
+    for cell, (runs, _) in reversed(
+        settings[TITLES[MAIN], f"round {EARLY}"].items()
+    ):  # first cell last
         row = rf"^(\| \[`{cell.command.split()[0]}`\].* \| )[^|]*( \|[^|]*\|[^|]*\|)$"
-        last = Mean.of([figures(run, len(run.rows))["last"] for run in runs])
-        text = re.sub(row, rf"\g<1>{with_n(last) if runs else '–'}\2", text, flags=re.M)
+        accuracy = Mean.of([run.rows[-1]["test_acc"] for run in runs])
+        text = re.sub(row, rf"\g<1>{with_n(accuracy) if runs else '–'}\2", text, flags=re.M)
     run_folder.write_atomically(README, text.encode())
     return 0
 
@@ -212,4 +228,5 @@ def keep(run):
     flags = run.config["flags"] | {"out": f"results/benchmark/{folder.name}"}
     text = json.dumps(run_folder.sealed(run.config | {"flags": flags}), indent=1)
     run_folder.write_atomically(folder / "config.json", f"{text}\n".encode())
-    run_folder.write_atomically(folder / "metrics.jsonl", (run.path / "metrics.jsonl").read_bytes())
+    whole = (run.path / "metrics.jsonl").read_bytes().splitlines(True)[: len(run.rows)]
+    run_folder.write_atomically(folder / "metrics.jsonl", b"".join(whole))

@@ -26,32 +26,41 @@ def pages(tmp_path, monkeypatch):
     return pages[1]
 
 
-def make(root, method, k, accuracies, name=None, setting="alpha=0.5", **more):
-    """Make a run of a cell on partition k, of 46 rounds at 1% and those given."""
+def make(root, method, k, accuracies, name=None, setting="alpha=0.5", before=1.0, **more):
+    """Make a run of a cell on partition k: 46 rounds at an accuracy before those given."""
     command = f"{CELL[setting, method].command} --data-seed {k}"
     folder = root / "benchmark" / f"{name or method.lower()}-ds{k}"
-    return make_run(folder, command, accuracies=[1.0] * 46 + [*accuracies], **more)
+    return make_run(folder, command, accuracies=[before] * 46 + [*accuracies], **more)
 
 
 def rows_in(text):
-    """Return {method: cells} of the first Markdown table in a text."""
-    lines = text.partition("Two labels")[0].splitlines()
+    """Return {method: cells} of the Markdown table in a text."""
+    lines = text.splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return {method: own for method, *own in cells}
 
 
+def after(when, text):
+    """Return the part of a text with the first setting's table after that round."""
+    return text.partition(f"Dirichlet(0.5), after {when}:")[2].partition(", after")[0]
+
+
 def test_the_table_by_hand(tmp_path, capsys, pages):
-    """Differences, ratios and rounds are of runs on one partition; what is not finished is out."""
+    """Differences, ratios and rounds are of runs on one partition.
+
+    What is not finished counts in the table after round 10 alone."""
     runs = tmp_path / "runs"
     make(runs, "FedAvg", 0, (10, 20, 30, 40), client_acc_worst=8.0)
-    make(runs, "FedAvg", 1, (10, 20, 30, 50), client_acc_worst=9.0)
-    make(runs, "SCAFFOLD", 0, (10, 41, 42, 46), bytes_up=10200)  # + 12750 down, over 25500
-    other = make(runs, "SCAFFOLD", 1, (10, 20, 30, 48), bytes_up=10200, seconds={"train": 99.0})
+    make(runs, "FedAvg", 1, (10, 20, 30, 50), before=2.0, client_acc_worst=9.0)
+    more = {"before": 3.0, "bytes_up": 10200}  # + 12750 down, over 25500
+    make(runs, "SCAFFOLD", 0, (10, 41, 42, 46), **more)
+    other = make(runs, "SCAFFOLD", 1, (10, 20, 30, 48), seconds={"train": 99.0}, **more)
     write_config(other, device="NVIDIA H200")  # whose seconds do not compare
     make(runs, "FedNova", 2, (10, 20, 30, 44))  # where FedAvg has not been
-    make(runs, "FedProx", 0, (10, 20, 30))
+    make(runs, "FedProx", 0, (10, 20, 30), before=4.0)
     assert run_reproduce(capsys, "benchmark", "--publish", "--runs", runs)[:2] == (0, "")
-    rows = rows_in(pages.read_text())
+    text = pages.read_text()
+    early, rows = (rows_in(after(when, text)) for when in ("round 10", "the last round"))
     heads = ["accuracy", "over FedAvg", "worst client", "s", "MB", "rounds to", "published"]
     assert rows["method"] == heads
     own = ["45.00 +- 7.07 (2)", "-", "8.50 +- 0.71 (2)", "1.00x", "1.00x", "50 +- 0", "68.2"]
@@ -63,15 +72,20 @@ def test_the_table_by_hand(tmp_path, capsys, pages):
     assert rows["FedNova"] == ["44.00 (1)", *5 * ["-"], "66.8"]
     assert rows["FedProx"] == ["not run", *5 * ["-"], "67.9"]
     assert rows["FedCKA"] == ["not run", *6 * ["-"]]
+    assert early["method"] == heads[:-1]
+    assert early["FedAvg"][0] == "1.50 +- 0.71 (2)"
+    assert early["SCAFFOLD"][:3] == ["3.00 +- 0.00 (2)", "+1.50 +- 0.71 (2)", "-"]
+    assert early["SCAFFOLD"][5] == "1 +- 0"
+    assert early["FedProx"] == ["4.00 (1)", "+3.00 (1)", "-", "1.00x", "1.00x", "1"]
 
 
 def test_pages_and_results(tmp_path, capsys, pages):
-    """Finished runs are kept without their place, and the page is made of those."""
+    """Runs are kept without their place, and the pages are made of those."""
     pytest.importorskip("matplotlib")
     runs = tmp_path / "runs"
     for k in (0, 1):
         make(runs, "FedAvg", k, (10, 20, 30, 40))
-        make(runs, "MOON", k, (10, 20, 30, 41 + k))
+        make(runs, "MOON", k, (10, 20, 30, 41 + k), before=2.0)
     make(runs, "FedAvg", 0, (1, 2, 3, 4), "labels2-fedavg", "labels=2")
     run_reproduce(capsys, "benchmark", "--publish", "--runs", runs)
     kept = tmp_path / "kept" / "benchmark" / "moon-ds1"
@@ -81,12 +95,14 @@ def test_pages_and_results(tmp_path, capsys, pages):
     text = pages.read_text()
     assert "](benchmark.svg)" in text and text.startswith("before\n") and text.endswith("after\n")
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
-    accuracies = {"moon": "41.50 +- 0.71 (2)", "fedavg": "40.00 +- 0.00 (2)"}
+    accuracies = {"moon": "2.00 +- 0.00 (2)", "fedavg": "1.00 +- 0.00 (2)"}  # after round 10
     for line in (tmp_path / "README.md").read_text().splitlines():
         if row := re.match(r"\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$", line):
             assert row[2] == accuracies.pop(row[1], "–"), line
     assert accuracies == {}
-    assert re.search(r"Two labels a client:\n\n.*\n.*\n\| FedAvg \| 4\.00 \(1\) ", text)
+    assert re.search(
+        r"Two labels a client, after the last round:\n\n.*\n.*\n\| FedAvg \| 4\.00 \(1\) ", text
+    )
     run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
     assert pages.read_text() == text
 
