@@ -29,7 +29,7 @@ def split(data, args):
     if args.partition == "file":
         return file_partition(args.split_file, len(labels), clients, args.partial_split)
     if data.writers is None:
-        do = "femnist, sent140, glyphs and a folder of train/CLIENT/CLASS/* do"
+        do = "femnist, sent140, glyphs, a folder of train/CLIENT/CLASS/* and writers= do"
         raise UserError(
             f"--partition {args.partition}: no writers in --dataset {args.dataset}; {do}"
         )

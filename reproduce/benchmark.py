@@ -3,7 +3,7 @@
     python -m reproduce benchmark                     run what is missing, then show what there is
     python -m reproduce benchmark --only fedavg,moon  run these alone, by their names or scripts
     python -m reproduce benchmark --quick             a smoke test: one partition, 5 rounds
-    python -m reproduce benchmark --publish           finished runs into results/ and the docs
+    python -m reproduce benchmark --publish           runs of ten rounds into results/ and the docs
 
 reproduce/cells.txt has the commands ([NIID-Bench]). Run METHOD-dsK has --data-seed K and lies in
 runs/benchmark/, or with other flags, which go to all scripts, in runs/benchmark-FLAGS/. A setting
