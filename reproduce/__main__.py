@@ -49,10 +49,9 @@ def main(argv=None):
 
         raise SystemExit(jobs.run_plan(plan, args, show_parts))
     except (common.UserError, OSError) as e:
-        parser.error(" ".join(str(e).split()))
+        parser.error(str(e))
     except KeyboardInterrupt:
-        print("\nreproduce: interrupted; the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
+        common.end("\nreproduce: interrupted; the same command goes on", 130)
 
 
 def make_parser(argv):

@@ -53,10 +53,6 @@ class Cell(NamedTuple):
     def script(self):
         return self.command.split()[0].removesuffix(".py")
 
-    def flag(self, name):
-        """Return the word after --NAME in the command."""
-        return re.search(f" --{name} (\\S+)", self.command)[1]
-
 
 def parsed_flags(command):
     """Return the flags of a command line, {name: value}, as its script's own parser gives them.
@@ -86,23 +82,15 @@ def rules(section, sign=":"):
             yield patterns.split(), text
 
 
-@functools.cache
-def regex(pattern):
-    return re.compile(re.escape(pattern).replace(r"\*", "(.*)").replace(r"\|", "|"))
-
-
 def matched(patterns, words):
     """Return the text that * stands for if words have all patterns, "" without *; else None."""
     text = ""
     for pattern in patterns:
-        if pattern.startswith("!"):
-            if pattern[1:] in words:
-                return None
-            continue
-        match = next(filter(None, map(regex(pattern).fullmatch, words)), None)
-        if not match:
+        regex = re.escape(pattern.lstrip("!")).replace(r"\*", "(.*)").replace(r"\|", "|")
+        found = [match for word in words if (match := re.fullmatch(regex, word))]
+        if bool(found) == pattern.startswith("!"):
             return None
-        text += "".join(match.groups())
+        text += "".join(found[0].groups() if found else ())
     return text
 
 
@@ -115,8 +103,7 @@ def command_of(cell):
     """Return the command of a cell, by all rules of its paper that apply to it."""
     words, script, own, flags = cell.words, "", [], {}
     for patterns, text in rules(cell.paper):
-        value = matched(patterns, words)
-        if value is None:
+        if (value := matched(patterns, words)) is None:
             continue
         text = text.replace("**", ",".join(value)).replace("*", value)
         parts = re.split(r" (?=--|\+)", text)
@@ -168,20 +155,13 @@ def all_cells():
     return tables
 
 
-def bare(command):
-    """Return the parts of a command that decide the result, in no order."""
-    return frozenset(re.split(" (?=--)", command)) - {"--save-clients", "--client-test"}
-
-
 @functools.cache
 def homes():
-    """Return where each command's runs go, {bare(command): the first cell that has it}."""
-    first = {}
+    """Return {command: the first cell with its flags, but for what is measured beside}.
+
+    There its run lies: a run of several tables is made once."""
+    first, found = {}, {}
     for cell in itertools.chain(*all_cells().values()):
-        first.setdefault(bare(cell.command), cell)
-    return first
-
-
-def home(cell):
-    """Return the first cell with the same command: a run of several tables is made once."""
-    return homes()[bare(cell.command)]
+        parts = frozenset(re.split(" (?=--)", cell.command)) - {"--save-clients", "--client-test"}
+        found[cell.command] = first.setdefault(parts, cell)
+    return found

@@ -49,7 +49,6 @@ from reproduce.figures import means, own_figures, shared_setting, show_figure, t
 from reproduce.published import published_lines, shown
 from reproduce.runs import baseline, comparable, group_runs, read_runs
 
-MARKS = "<!-- results -->\n", "<!-- end of results -->\n"  # what --into writes between
 CSV_COLUMNS = (
     "setting,method,figure,n,n of,measured,std,rounds,not reached,hardware,paper,table,published,"
     "published_std,difference,caveat"
@@ -130,41 +129,27 @@ def report(folders, args, names=None, wanted=None):
         print(f"\n{caveat}")
     print(f"\n{footnote(groups, published)}")
     if args.csv:
-        write_csv(args.csv, tidy + published)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(tidy + published)
+        run_folder.write_atomically(args.csv, text.getvalue().encode())
     if args.plot:
-        axes = plot.axes_of(args.x, args.y, groups)
-        plot.Picture(groups, names, *axes).write(args.plot, warn)
+        plot.write(args.plot, groups, names, *plot.axes_of(args.x, args.y, groups), warn)
     return damaged
 
 
-def write_csv(path, lines):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    run_folder.write_atomically(path, text.getvalue().encode())
-
-
-def replace_section(path, make, marks=MARKS):
-    """Put what make() prints between the marks in a file, unless make() returns that runs failed.
-
-    Raises UserError, before anything is made, if the marks are not there."""
-    try:
-        before, begin, rest = path.read_text().partition(marks[0])
-    except (OSError, UnicodeDecodeError) as e:
-        raise common.UserError(f"argument --into: {path} cannot be read ({e})") from None
+def replace_section(path, make, marks):
+    """Put what make() prints between the marks in a file; UserError if they are not there."""
+    before, begin, rest = path.read_text().partition(marks[0])
     _, end, after = rest.partition(marks[1])
-    if not begin or not end:
+    if not end:
         begin, end = map(str.strip, marks)
-        raise common.UserError(f"argument --into: {path} has no line {begin} and, later, {end}")
+        raise common.UserError(f"{path} has no line {begin} and, later, {end}")
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        damaged = make()
-    if not damaged:
-        mode = path.stat().st_mode
-        page = f"{before}{begin}\n{text.getvalue()}\n{end}{after}"
-        run_folder.write_atomically(path.resolve(), page.encode())
-        path.chmod(mode)
-    return damaged
+        make()
+    page = f"{before}{begin}\n{text.getvalue()}\n{end}{after}"
+    run_folder.write_atomically(path, page.encode())
 
 
 def percentages(text):
@@ -201,21 +186,13 @@ def check_outputs(args):
 def main(argv=None):
     parser = common.PlainParser(__doc__, prog="reproduce.compare")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    into = "put the tables as Markdown into FILE, between {} and {}".format(*map(str.strip, MARKS))
-    parser.add_argument("--into", metavar="FILE", type=pathlib.Path, help=into)
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
         check_outputs(args)
-        if args.into:
-            args.markdown = True
-            folders = sorted(map(pathlib.Path, args.runs))  # in one order, whatever the shell's
-            damaged = replace_section(args.into, lambda: report(folders, args))
-        else:
-            damaged = report(args.runs, args)
+        raise SystemExit(2 if report(args.runs, args) else 0)
     except (common.UserError, OSError) as e:
-        parser.error(" ".join(str(e).split()))
-    raise SystemExit(2 if damaged else 0)
+        parser.error(str(e))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,10 @@
 
 import dataclasses
 import statistics
-from typing import NamedTuple
+from collections import namedtuple
 
 import common
-from reproduce.runs import (
-    MACHINE_FLAGS,
-    SETTING_FLAGS,
-    Group,
-    as_text,
-    decisive_flags,
-    shared_flags,
-)
+from reproduce.runs import MACHINE_FLAGS, SETTING_FLAGS, as_text, decisive_flags, shared_flags
 
 ROW_KEYS = {  # of a row as the engine writes it; what else is there the method has reported
     *"round test_acc test_loss train_loss lr clients samples seconds samples_per_s".split(),
@@ -65,11 +58,8 @@ def is_number(value):
 
 def own_figures(rows):
     """Return the numbers that the method itself reported last, {name: number}."""
-    last = {}
-    for row in rows:
-        own = [k for k in row.keys() - ROW_KEYS if not k.startswith(("client_acc", "personal_acc"))]
-        last |= {key: row[key] for key in own if is_number(row[key])}
-    return last
+    items = [(k, v) for row in rows for k, v in row.items() if k not in ROW_KEYS and is_number(v)]
+    return {k: v for k, v in items if not k.startswith(("client_acc", "personal_acc"))}
 
 
 def figures(run, rounds, at=(), targets=()):
@@ -80,7 +70,6 @@ def figures(run, rounds, at=(), targets=()):
     tested = [row for row in rows if row["test_acc"] is not None]
     last, five = tested[-1] if tested else {}, [row["test_acc"] for row in tested[-5:]]
     emas = {row["round"]: row["acc_ema"] for row in tested}
-    reached = {f"to {x:g}%": next((t for t in emas if emas[t] >= x), None) for x in targets}
     values = {
         **own_figures(rows),
         "last": last.get("test_acc"),
@@ -89,15 +78,14 @@ def figures(run, rounds, at=(), targets=()):
         "last five": statistics.fmean(five) if five else None,
         "their deviation": statistics.pstdev(five) if five else None,
         **{f"EMA@{t}": emas.get(t) for t in at},
-        **reached,
+        **{f"to {x:g}%": next((t for t in emas if emas[t] >= x), None) for x in targets},
         "s/round": statistics.median(map(seconds, rows)),
         "train s/round": statistics.median(row["seconds"].get("train", 0) for row in rows),
         "MB/round": statistics.fmean(map(traffic, rows)) / 1e6,
     }
-    if last.get("client_acc_worst") is not None:
-        values["worst client"] = last["client_acc_worst"]
-    if last.get("personal_acc_mean") is not None:
-        values["personal"] = last["personal_acc_mean"]
+    for name, key in ("worst client", "client_acc_worst"), ("personal", "personal_acc_mean"):
+        if last.get(key) is not None:
+            values[name] = last[key]
     if "bytes_delta" in rows[-1]:
         values["delta bytes"] = rows[-1]["bytes_delta"] / len(rows[-1]["clients"])
     return values
@@ -130,18 +118,15 @@ def show_censored(mean, rounds):
     """Return a Mean of rounds to a target, which some runs may not have reached."""
     if not mean.missed:
         return mean.show(",.0f")
-    if not mean.n:
-        return f"{rounds}+"
-    return f"{rounds}+ ({mean.n} of {mean.n + mean.missed}: {mean.show(',.0f')})"
+    reached = f" ({mean.n} of {mean.n + mean.missed}: {mean.show(',.0f')})"
+    return f"{rounds}+" + reached * bool(mean.n)
 
 
 def curve(group, x, key):
     """Return [(x, Mean)] of a number of the rows against x: rounds, seconds or bytes, in GB."""
-    points = []
-    totals = [0.0] * len(group.runs)
-    for number in range(1, group.rounds + 1):
-        rows = [run.rows[number - 1] for run in group.runs]
-        amount = {"rounds": lambda row: 1, "seconds": seconds, "bytes": traffic}[x]
+    points, totals = [], [0.0] * len(group.runs)
+    amount = {"rounds": lambda row: 1, "seconds": seconds, "bytes": traffic}[x]
+    for rows in zip(*(run.rows[: group.rounds] for run in group.runs)):
         totals = [total + amount(row) for total, row in zip(totals, rows)]
         if all(is_number(row.get(key)) for row in rows):
             at = statistics.fmean(totals) / (1e9 if x == "bytes" else 1)
@@ -149,10 +134,7 @@ def curve(group, x, key):
     return points
 
 
-class Row(NamedTuple):
-    setting: str
-    method: str
-    group: Group
+Row = namedtuple("Row", "setting method group")
 
 
 def table_rows(groups, names=None):
@@ -180,10 +162,8 @@ def differing_flags(flags, groups):
 
 def setting_label(group, groups):
     """Return the flags of the setting that differ between groups, as text."""
-    flags = differing_flags(SETTING_FLAGS, groups)
-    if group.flags["dataset"] != "folder" and "data_dir" in flags:
-        flags.remove("data_dir")
-    values = {flag: group.flags.get(flag) for flag in flags}
+    own = decisive_flags(group.flags)
+    values = {flag: own.get(flag) for flag in differing_flags(SETTING_FLAGS, groups)}
     return ", ".join(f"{k} {as_text(v)}" for k, v in values.items() if v is not None)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import common
 import run_folder
 from analysis.runs import method_call, read_result
-from reproduce.cells import all_cells, home, parsed_flags, texts
+from reproduce.cells import all_cells, homes, parsed_flags, texts
 from reproduce.runs import MACHINE_FLAGS, decisive_flags, read_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # where the scripts lie
@@ -82,14 +82,12 @@ def select_cells(cells, text):
         return cells
     words, titles = set(text.lower().split(",")), {cell.method.lower() for cell in cells}
     scripts = {cell.script for cell in cells} - titles
-    datasets = words - titles - scripts
-    methods = words - datasets
-    selected = [
-        cell
-        for cell in cells
-        if (not methods or methods & {cell.method.lower(), *({cell.script} & scripts)})
-        and (not datasets or datasets & {cell.dataset.lower(), cell.flag("dataset")})
-    ]
+    datasets, selected = words - titles - scripts, cells
+    if methods := words - datasets:
+        selected = [c for c in cells if methods & {c.method.lower(), *({c.script} & scripts)}]
+    if datasets:
+        own = {c: {c.dataset.lower(), parsed_flags(c.command)["dataset"]} for c in selected}
+        selected = [c for c in selected if datasets & own[c]]
     if not selected:
         there = ", ".join(dict.fromkeys([c.method for c in cells] + [c.dataset for c in cells]))
         raise common.UserError(f"argument --only: no cell of {text!r} in this table: {there}")
@@ -100,7 +98,7 @@ def table_plan(args, cells):
     """Return the Plan of cells. A run that stands in several tables lies in the first one's."""
     root, commands, labels = pathlib.Path(args.runs), {}, {}
     for cell in cells:
-        first = home(cell)
+        first = homes()[cell.command]
         name = slug(f"{first.label} {first.method}")
         folder = root / f"{first.paper}-{first.table}".lower() / name
         commands[folder] = first.command
@@ -148,10 +146,10 @@ def scripts_plan(args, extra):
         values = [f"{k}={v}" for k, v in point.items()]
         words = [script, *extra, *own, *(f"--{value}" for value in values)]
         set_here = ["--seed", "--out", "--resume"] + ["--data-seed"] * bool(args.data_seeds)
-        for flag in (common.canonical(word).split("=")[0] for word in words):
-            if flag in set_here:
-                why = "set by reproduce; see --seeds, --data-seeds and --runs"
-                raise common.UserError(f"argument {flag}: {why}")
+        given = [common.canonical(word).split("=")[0] for word in words]
+        if taken := [flag for flag in given if flag in set_here]:
+            why = "set by reproduce; see --seeds, --data-seeds and --runs"
+            raise common.UserError(f"argument {taken[0]}: {why}")
         place = folder / slug(" ".join(values if swept else [script[:-3], *own, *values]))
         if place in commands:
             what = "--sweep: two points" if swept else "PAPER: two runs"
@@ -165,9 +163,7 @@ def setting_of(words):
 
     Without those that may differ when a run goes on; data set and network come first."""
     parts = re.split("(?:^| )--", " ".join(map(common.canonical, words)))[1:]
-    flags = {
-        name: "".join(value) for name, *value in (re.split("[ =]", p, maxsplit=1) for p in parts)
-    }
+    flags = dict((re.split("[ =]", part, maxsplit=1) + [""])[:2] for part in parts)
     silent = {flag.replace("_", "-") for flag in MACHINE_FLAGS | {"rounds"}}
     first = [flags.pop(flag, "") for flag in ("dataset", "model")]
     text = " ".join(filter(None, first + [k + flags[k] for k in sorted(flags.keys() - silent)]))
@@ -225,10 +221,8 @@ def analyses(plan, left):
         if "COMMAND" in template:  # of each data set and method, in the first setting
             firsts = {(c.dataset, c.method): c.command for c in reversed(plan.cells)}
             lines += [template.replace("COMMAND", command) for command in firsts.values()]
-        whole = {
-            f for f in plan.commands if read_result(f, "hessian") or not (f / "model.pt").exists()
-        }
-        lacking = [str(f) for f in plan.commands if f in left or f not in whole]
+        whole = (f for f in plan.commands if f in left or (f / "model.pt").exists())
+        lacking = [str(f) for f in whole if f in left or not read_result(f, "hessian")]
         if "RUNS" in template and lacking:
             lines.append(template.replace("RUNS", shlex.join(lacking)))
     return [shlex.split(line) for line in lines]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import NamedTuple
 
 import common
 from analysis import pictures
@@ -27,7 +26,7 @@ LINES = ["-", "--", ":", "-."]
 
 
 def axes_of(x, y, groups):
-    """Return --x and --y as a Picture of groups takes them, with what is drawn if they are None.
+    """Return --x and --y as write() takes them, with what is drawn if they are None.
 
     Raises UserError for a flag that decides none of the runs, and for numbers that are nowhere."""
     x = (x or "rounds").lstrip("-")
@@ -45,25 +44,19 @@ def axes_of(x, y, groups):
     return x, y or (["accuracy", "train_loss"] if x in CURVES else ["accuracy"])
 
 
-class Picture(NamedTuple):
-    """What is drawn: quantities of groups against x; names: as for table_rows()."""
+def write(path, groups, names, x, quantities, warn):
+    """Draw to path what has been measured of quantities of groups against x, if it is anything.
 
-    groups: list
-    names: dict | None
-    x: str
-    quantities: list
-
-    def write(self, path, warn):
-        """Draw what has been measured to path, if it is anything. warn is told of what has not."""
-        groups = [g for g in self.groups if self.x in CURVES or g.complete]
-        if cut := len(self.groups) - len(groups):
-            warn(f"{cut} of {len(self.groups)} rows are of runs that were cut, and are not drawn")
-        drawn = [q for q in self.quantities if any(values(g, q) for g in groups)]
-        missing = ", ".join(q for q in self.quantities if q not in drawn)
-        if groups and missing:
-            warn(f"{missing}: not measured in these runs, and not drawn")
-        if drawn:
-            pictures.write(path, draw, self._replace(groups=groups, quantities=drawn))
+    names: as for table_rows(). warn is told of what is not drawn."""
+    whole = [group for group in groups if x in CURVES or group.complete]
+    if cut := len(groups) - len(whole):
+        warn(f"{cut} of {len(groups)} rows are of runs that were cut, and are not drawn")
+    drawn = [q for q in quantities if any(values(group, q) for group in whole)]
+    missing = ", ".join(q for q in quantities if q not in drawn)
+    if whole and missing:
+        warn(f"{missing}: not measured in these runs, and not drawn")
+    if drawn:
+        pictures.write(path, draw, whole, names, x, drawn)
 
 
 def values(group, quantity, x="rounds"):
@@ -71,10 +64,9 @@ def values(group, quantity, x="rounds"):
     return figures.curve(group, x, KEYS.get(quantity, quantity))
 
 
-def draw(plt, picture):
-    """Return the figure of a Picture: a panel a setting and quantity, and one legend below."""
-    x, quantities = picture.x, picture.quantities
-    lines = curves_of(picture) if x in CURVES else list(enumerate(lines_over(picture)))
+def draw(plt, groups, names, x, quantities):
+    """Return a figure of what write() draws: a panel a setting and quantity, and one legend."""
+    lines = (curves_of if x in CURVES else lines_over)(groups, names, x)
     settings = list(dict.fromkeys(setting for _, (setting, *_) in lines))
     panels = list(itertools.product(settings, quantities))
     across = len(quantities) if len(quantities) > 1 else min(3, len(settings))
@@ -89,7 +81,7 @@ def draw(plt, picture):
         ax.grid(color="0.92")
     for ax in axes.flat[len(panels) :]:
         ax.remove()
-    add_legend(figure, picture.groups)
+    add_legend(figure, groups)
     return figure
 
 
@@ -103,32 +95,32 @@ def draw_panel(ax, lines, x, quantity):
     elif xs and min(xs) > 0 and max(xs) >= 50 * min(xs):
         ax.set_xscale("log")
     for i, label, points in lines:
-        style = {"color": pictures.COLOURS[i % 8], "linestyle": LINES[i // 8 % 4]}
+        style = {"label": label, "color": pictures.COLOURS[i % 8], "linestyle": LINES[i // 8 % 4]}
         if x in CURVES:
-            draw_curve(ax, values(points, quantity, x), label, style)
+            draw_curve(ax, values(points, quantity, x), style)
         else:
             found = [(place[at], values(group, quantity)) for at, group in points]
-            draw_points(ax, [(at, means[-1][1]) for at, means in found if means], label, style)
+            draw_points(ax, [(at, means[-1][1]) for at, means in found if means], style)
     if x in CURVES:
         ax.locator_params(axis="x", integer=x == "rounds")
 
 
-def draw_curve(ax, points, label, style):
+def draw_curve(ax, points, style):
     """Draw points, [(x, Mean)], with a band of their deviation; a single point as a dot."""
     at, heights = [x for x, _ in points], [mean.mean for _, mean in points]
-    ax.plot(at, heights, label=label, marker="." if len(at) == 1 else None, **style)
+    ax.plot(at, heights, marker="." if len(at) == 1 else None, **style)
     if points and points[0][1].std is not None:
         band = zip(*((mean.mean - mean.std, mean.mean + mean.std) for _, mean in points))
         ax.fill_between(at, *band, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def draw_points(ax, points, label, style):
+def draw_points(ax, points, style):
     """Draw points, [(x, Mean)], with bars of their deviation; a method without x is a level."""
     for _, mean in (point for point in points if point[0] is None):
-        ax.axhline(mean.mean, label=label, **style | {"linestyle": "--"})
+        ax.axhline(mean.mean, **style | {"linestyle": "--"})
     points = [(x, mean.mean, mean.std or 0.0) for x, mean in points if x is not None]
     if points:
-        ax.errorbar(*zip(*points), label=label, marker="o", markersize=3, capsize=2, **style)
+        ax.errorbar(*zip(*points), marker="o", markersize=3, capsize=2, **style)
 
 
 def add_legend(figure, groups):
@@ -142,42 +134,41 @@ def add_legend(figure, groups):
     figure.legend(handles.values(), handles.keys(), title=title, **place)
 
 
-def curves_of(picture):
+def curves_of(groups, names, x):
     """Return [(number of the method, (setting or "" where each has one, method, group)), ...]."""
-    rows = figures.table_rows(picture.groups, picture.names)
+    rows = figures.table_rows(groups, names)
     if len({row.setting for row in rows}) == len(rows):
         rows = [figures.Row("", f"{row.method} {row.setting}".strip(), row.group) for row in rows]
-    if picture.x == "seconds" and len({row.group.hardware for row in rows}) > 1:
+    if x == "seconds" and len({row.group.hardware for row in rows}) > 1:
         rows = [row._replace(method=f"{row.method}, {row.group.hardware}") for row in rows]
     methods = list(dict.fromkeys(row.method for row in rows))
     return [(methods.index(row.method), row) for row in rows]
 
 
-def lines_over(picture):
-    """Return what is drawn against x, [("", label, [(value of x, group), ...]), ...].
+def lines_over(groups, names, x):
+    """Return what is drawn against x, [(number, ("", label, [(value of x, group), ...])), ...].
 
     A line holds the groups of a method, and of a machine, that differ in x alone or, where x is a
     figure of a round, in their effort. Groups left alone are one line if their effort differs too,
     as of epochs and rounds whose product is fixed. A method without the flag has the value None."""
-    x, alike, lines = picture.x, {}, {}
+    alike, lines, found = {}, {}, []
     moving = EFFORT if x in FIGURES else {x}
-    for group in picture.groups:
+    for group in groups:
         name = figures.NAMES.get(group.script, group.script)
-        labels = (picture.names or {}).get(str(group.runs[0].path), [("", name)])
+        labels = (names or {}).get(str(group.runs[0].path), [("", name)])
         for method in dict.fromkeys(method for _, method in labels):
             line = method, group.hardware if x in FIGURES else ""
             alike.setdefault((line, group.runs[0].key(*moving)), []).append(group)
-    for (line, key), groups in alike.items():
-        key = groups[0].runs[0].key(x, *EFFORT) if len(groups) == 1 else key
-        lines.setdefault((line, key), []).extend(groups)
+    for (line, key), own in alike.items():
+        key = own[0].runs[0].key(x, *EFFORT) if len(own) == 1 else key
+        lines.setdefault((line, key), []).extend(own)
     several = len({machine for (_, machine), _ in lines}) > 1
-    found = []
-    for ((method, machine), _), groups in lines.items():
+    for ((method, machine), _), own in lines.items():
         same = sum((other for (line, _), other in lines.items() if line[0] == method), [])
-        label = ", ".join([method, *[machine] * several, *differences(groups, same, moving)])
-        points = [(value_of(group, x), group) for group in groups]
+        label = ", ".join([method, *[machine] * several, *differences(own, same, moving)])
+        points = [(value_of(group, x), group) for group in own]
         found.append(("", label, sorted(points, key=lambda p: order(p[0]))))
-    return found
+    return list(enumerate(found))
 
 
 def differences(groups, others, moving):

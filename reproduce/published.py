@@ -23,8 +23,7 @@ def cells_by_flags():
 
 
 def matching_cells(group):
-    """Return the cells that have this group's flags, those left at their defaults too."""
-    # of the first partition, where there are several
+    """Return the cells with all flags of this group, which of several partitions has the first."""
     flags = decisive_flags(group.flags | {"data_seed": group.data_seeds[0]})
     return cells_by_flags().get((group.script, json.dumps(flags, sort_keys=True)), [])
 
@@ -114,22 +113,18 @@ def column(cell, own, figure, name, **asked):
     """Return a column of the main table; asked: at or targets of means().
 
     There are several groups where the published number is a mean over cells, FedMLB's Table 6."""
-    each, n = [means(group, **asked).get(name) for group in own], own[0].count()
-    cells, value, text, whole = (
-        sum(c.key == cell.key for c in all_cells()[cell[:2]]),
-        None,
-        "-",
-        True,
-    )
-    if None not in each and cells == 1:  # there is no mean of rounds of which some are censored
+    each = [means(group, **asked).get(name) for group in own]
+    found = {"figure": figure, "value": None, "text": "-", "n": own[0].count()}
+    cells = sum(c.key == cell.key for c in all_cells()[cell[:2]])
+    if None in each:
+        return found
+    if cells == 1:  # there is no mean of rounds of which some are censored
         value = None if each[0].missed else each[0].mean
-        text = show_figure(name, each[0], own[0])
-    elif None not in each:
-        over = Mean.of([mean.mean for mean in each])
-        value, text, whole = over.mean, over.show(), over.n == cells
-        n = f"{cells} subsets of n = {', '.join(sorted({group.count() for group in own}))}"
-        n = n if whole else f"{over.n} of {n}"
-    return {"figure": figure, "value": value, "text": text, "n": n, "whole": whole}
+        return found | {"value": value, "text": show_figure(name, each[0], own[0])}
+    over = Mean.of([mean.mean for mean in each])
+    n = f"{over.n} of " * (over.n < cells)
+    n += f"{cells} subsets of n = {', '.join(sorted({group.count() for group in own}))}"
+    return {**found, "value": over.mean, "text": over.show(), "n": n, "whole": over.n == cells}
 
 
 def relative_seconds(cell, metric, group, groups):
@@ -144,9 +139,9 @@ def relative_seconds(cell, metric, group, groups):
     kind = "train " * (metric == "train_time_s")
     ratio = means(group)[f"{kind}s/round"].mean / means(base)[f"{kind}s/round"].mean
     figure = f"{kind.replace(' ', 'ing ')}seconds x FedAvg"
-    theirs = {"published": f"{float(published[cell.key][metric][0]) / plain[0]:.2f}"}
-    theirs["published_std"] = ""
-    return [theirs | {"figure": figure, "value": ratio, "text": f"{ratio:.2f}", "n": group.count()}]
+    found = {"figure": figure, "value": ratio, "text": f"{ratio:.2f}", "n": group.count()}
+    theirs = float(published[cell.key][metric][0]) / plain[0]
+    return [found | {"published": f"{theirs:.2f}", "published_std": ""}]
 
 
 def hessian_of(run):

@@ -10,9 +10,8 @@ import common
 import run_folder
 
 # Flags that may differ among the runs of a row: they do not decide the result, or only to rounding.
-MACHINE_FLAGS = common.FREE_ON_RESUME - {"rounds"} | set(
-    "device workers graph deterministic client_test metric".split()
-)
+MACHINE_FLAGS = {*"device graph deterministic client_test metric".split()}
+MACHINE_FLAGS |= common.FREE_ON_RESUME - {"rounds"}
 # Flags that make the setting; what else differs between rows names the method.
 SETTING_FLAGS = (
     "dataset data_dir image_size partition alpha similarity labels shards split_file "
@@ -85,8 +84,7 @@ def as_text(value):
 @functools.cache
 def shared_flags():
     """Return the shared flags at their defaults, which a run has that is older than a flag."""
-    parser = common.flags("", "reproduce")
-    return common.flag_values(parser.parse_args(["--device", "cpu"]))
+    return common.flag_values(common.flags("", "reproduce").parse_args(["--device", "cpu"]))
 
 
 def read_run(path):
@@ -122,10 +120,7 @@ def read_runs(paths, warn):
 
 @dataclasses.dataclass
 class Group:
-    """The runs of one row, and how many of their rounds count.
-
-    They differ in their seeds alone or, where each has a partition of its own, in --data-seed too.
-    """
+    """The runs of one row, of different seeds or, each on a partition of its own, data seeds."""
 
     runs: list  # finished ones, or if there are none all that have a round
     unfinished: list  # cut or still going, where others are finished
@@ -185,11 +180,9 @@ def group_runs(runs, warn):
         seeds = families[run.key("data_seed")]
         alone = len(seeds) == len({data_seed for _, data_seed in seeds})  # on its partition
         groups.setdefault(run.key("data_seed") if alone else run.key(), []).append(run)
-    found = []
-    for same in groups.values():
-        counted = [run for run in same if run.finished] or same
-        found.append(Group(counted, [run for run in same if run not in counted]))
-    return found
+    counted = [[run for run in same if run.finished] or same for same in groups.values()]
+    pairs = zip(counted, groups.values())
+    return [Group(own, [run for run in same if run not in own]) for own, same in pairs]
 
 
 def one_per_seed(runs, warn):
@@ -200,7 +193,7 @@ def one_per_seed(runs, warn):
         if not run.rows:
             warn(f"{run.path}: left out, since it has no finished round yet")
         elif first is not run:
-            better, worse = (run, first) if measured(run) > measured(first) else (first, run)
+            worse, better = sorted((run, first), key=measured)
             kept[run.key(), run.seeds] = better
             warn(f"{worse.path}: left out, since it is the run of {better.path} again")
     return [run for run in kept.values() if run.rows]

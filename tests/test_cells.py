@@ -6,7 +6,7 @@ import re
 import pytest
 from makers import CELLS, ROOT, SCRIPTS, cells_by_method
 
-from reproduce.cells import home, homes, matched, parsed_flags, read_published, texts
+from reproduce.cells import homes, matched, parsed_flags, read_published, texts
 from reproduce.jobs import slug
 from reproduce.runs import decisive_flags
 
@@ -183,12 +183,16 @@ def test_the_command_of_a_docstring_is_a_cell(name):
 
 def test_a_command_of_several_tables_has_one_home():
     cells = cells_by_method("FedAlign", "5")
-    assert home(cells["FedAvg"]).table == "1" and home(cells["FedAlign"]).table == "5"
-    assert FLAGS[home(cells["FedAvg"])]["save_clients"]
-    folders = {(c.paper, c.table, slug(f"{c.label} {c.method}")) for c in homes().values()}
-    assert len(folders) == len(homes()) == 501 + 25
+    assert (
+        homes()[cells["FedAvg"].command].table == "1"
+        and homes()[cells["FedAlign"].command].table == "5"
+    )
+    assert FLAGS[homes()[cells["FedAvg"].command]]["save_clients"]
+    cells = set(homes().values())
+    folders = {(c.paper, c.table, slug(f"{c.label} {c.method}")) for c in cells}
+    assert len(folders) == len(cells) == 501 + 25
     for cell in CELLS["rFedAvg", "fig11"]:
-        assert home(cell).table == "I" and FLAGS[home(cell)]["client_test"]
+        assert homes()[cell.command].table == "I" and FLAGS[homes()[cell.command]]["client_test"]
 
 
 def test_figures_and_views():

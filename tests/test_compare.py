@@ -18,7 +18,6 @@ from makers import (
 from runs import write_config
 
 import fedavg
-from reproduce.compare import MARKS
 from reproduce.figures import own_figures
 from reproduce.runs import read_run
 
@@ -189,23 +188,17 @@ REFUSALS = [
     ("a --csv a/metrics.jsonl", "argument --csv: a/metrics.jsonl exists already"),
     ("a --csv no/x", "argument --csv: no/x: there is no folder"),
     ("a --plot old.csv", "argument --plot: old.csv exists already"),
-    ("a --into no.md", "argument --into: no.md cannot be read"),
-    ("a --into empty.md", "argument --into: empty.md has no line"),
-    ("a --into turned.md", "argument --into: turned.md has no line"),
-    ("a --into open.md", "argument --into: open.md has no line"),
     ("empty", "no run with a finished round to compare"),
 ]
 
 
 @pytest.mark.parametrize("words, message", REFUSALS)
 def test_refusals(tmp_path, capsys, monkeypatch, words, message):
-    """Nothing is overwritten, and no page without its marks is changed."""
+    """Nothing is overwritten."""
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a")
     make_run(tmp_path / "empty", accuracies=())
-    texts = {"old.csv": "x", "empty.md": "", "open.md": MARKS[0], "turned.md": "".join(MARKS[::-1])}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "old.csv").write_text("x")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     code, out, err = run_compare(capsys, *words.split())
     assert code == 2 and not out and message in err.splitlines()[-1]
@@ -224,28 +217,6 @@ def test_runs_without_an_evaluation_yet(tmp_path, capsys, paper, table):
     pytest.importorskip("matplotlib")
     for x in ("rounds", "lr", "s/round"):
         assert run_compare(capsys, run, "--plot", tmp_path / f"{x[0]}.png", "--x", x)[0] == 0
-
-
-# --- --into
-
-
-def test_tables_go_into_a_file(tmp_path, capsys):
-    """Between its marks, and nothing else is touched; not at all where a run is damaged."""
-    run = make_run(tmp_path / "run")
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{MARKS[0]}old\n{MARKS[1]}after\n")
-    assert run_compare(capsys, run, "--into", page) == (0, "", "")
-    _, tables, _ = run_compare(capsys, run, "--markdown")
-    assert page.read_text() == f"before\n{MARKS[0]}\n{tables}\n{MARKS[1]}after\n"
-    page.chmod(0o755)
-    link = tmp_path / "link.md"
-    link.symlink_to(page)
-    assert run_compare(capsys, run, "--into", link)[0] == 0
-    assert link.is_symlink() and page.stat().st_mode & 0o777 == 0o755
-    (tmp_path / "bad").mkdir()
-    other = make_run(tmp_path / "other", "fedprox.py --dataset glyphs --rounds 4")
-    assert run_compare(capsys, other, tmp_path / "bad", "--into", page)[0] == 2
-    assert tables in page.read_text()
 
 
 def kept_runs():

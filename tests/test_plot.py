@@ -6,7 +6,7 @@ import pytest
 from makers import PLAIN, is_refused, make_groups, make_run, run_compare
 
 from reproduce.figures import curve
-from reproduce.plot import Picture, lines_over
+from reproduce.plot import lines_over
 
 
 def test_curves_by_hand(tmp_path):
@@ -110,7 +110,7 @@ MLB = "fedprox.py --dataset glyphs --epochs"
 def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
     groups = groups_of(tmp_path, *commands)
     got = []
-    for _, label, points in lines_over(Picture(groups, None, x, [])):
+    for _, (_, label, points) in lines_over(groups, None, x):
         got.append((label, [(value, groups.index(group) + 1) for value, group in points]))
     assert got == lines
 
@@ -119,8 +119,8 @@ def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
     groups = groups_of(tmp_path, f"{MLB} 5", f"{MLB} 1")
     for run in groups[1].runs:
         run.config["device"] = "H200"
-    lines = lines_over(Picture(groups, None, "s/round", []))
-    labels = [(label, len(points)) for _, label, points in lines]
+    lines = lines_over(groups, None, "s/round")
+    labels = [(label, len(points)) for _, (_, label, points) in lines]
     assert labels == [("FedProx, x86_64, 2 cores", 1), ("FedProx, H200", 1)]
 
 

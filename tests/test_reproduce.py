@@ -23,9 +23,8 @@ from makers import (
 from runs import write_config
 
 from reproduce import __main__ as command_module
-from reproduce import cells as cells_module
 from reproduce import compare, jobs, published
-from reproduce.cells import Cell, bare, home, parsed_flags
+from reproduce.cells import Cell, homes, parsed_flags
 from reproduce.jobs import select_cells, sweep_axis
 
 
@@ -48,7 +47,7 @@ def test_dry_run_prints_what_is_left(tmp_path, capsys):
     for line in lines:
         assert shlex.split(line)[1].removesuffix(".py") in SCRIPTS
         assert parsed_flags(line.removeprefix("python "))
-    first = home(CELLS["FedAlign", "5"][0])
+    first = homes()[CELLS["FedAlign", "5"][0].command]
     make_cell_run(folder, first, 1.0)
     other_seed = folder.with_name(folder.name.replace("seed0", "seed1"))
     make_run(other_seed, first.command, 1, accuracies=[1.0] * 3)
@@ -328,7 +327,7 @@ def tiny_table(monkeypatch, template, **commands):
     for module in (jobs, published):
         monkeypatch.setattr(module, "all_cells", lambda: {("FedAlign", "1"): cells})
     monkeypatch.setattr(published, "cells_by_flags", dict)
-    monkeypatch.setattr(cells_module, "homes", lambda: {bare(c.command): c for c in cells})
+    monkeypatch.setattr(jobs, "homes", lambda: {c.command: c for c in cells})
     monkeypatch.setattr(jobs, "texts", lambda *_: template)
     return cells
 
@@ -406,7 +405,7 @@ def test_parts_of_a_figure_are_drawn_apart(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "report", lambda *args: shown.append(args) or report(*args))
     monkeypatch.setattr(jobs, "run_all", lambda *_: ({}, ""))
     for part in "abcd":
-        cell = home(CELLS["rFedAvg", f"fig9{part}"][1])
+        cell = homes()[CELLS["rFedAvg", f"fig9{part}"][1].command]
         folder = cell_folder(tmp_path, cell)
         if not folder.exists():
             make_cell_run(folder, cell, 1.0)

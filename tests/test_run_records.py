@@ -17,7 +17,7 @@ from runs import config_of, write_config
 
 from reproduce.cells import parsed_flags
 from reproduce.figures import Mean, figures, means
-from reproduce.plot import Picture, lines_over
+from reproduce.plot import lines_over
 from reproduce.runs import (
     Group,
     baseline,
@@ -195,8 +195,8 @@ def test_other_code_is_another_method(tmp_path, capsys):
     assert err == ""
     _, out, _ = run_compare(capsys, *folders[:3])
     assert re.search("average #22222222 +2 ", out) and re.search("median #33333333 +1 ", out)
-    lines = lines_over(Picture(make_groups(*folders[:3]), None, "lr", []))
-    assert [label for _, label, _ in lines] == [
+    lines = lines_over(make_groups(*folders[:3]), None, "lr")
+    assert [label for _, (_, label, _) in lines] == [
         "FedAvg, aggregate=average #22222222",
         "FedAvg, aggregate=median #33333333",
     ]
