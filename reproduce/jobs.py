@@ -121,13 +121,17 @@ def scripts_in(text):
     Raises UserError for what is no method's script."""
     # a comma may stand in a flag's value, too
     comma = rf",\s*(?=(?:[^\s,]+\.py|{'|'.join(scripts())})(?![^\s,]))"
-    lines = [shlex.split(line) for line in re.split(comma, text)]
+    try:
+        lines = [shlex.split(line) or [line] for line in re.split(comma, text)]
+    except ValueError as e:
+        raise common.UserError(f"argument PAPER: {text}: {e}") from None
     for words in lines:
-        name = str(pathlib.PurePath(words[0])).removesuffix(".py")
-        if name not in scripts():
+        path = pathlib.PurePath(words[0].removesuffix(".py"))
+        if str(path) not in scripts():
             what = f"{words[0]} is no method script here, nor one of {', '.join(papers())}"
+            what += f"; copy it to {ROOT}, beside fedavg.py" * (len(path.parts) > 1)
             raise common.UserError(f"argument PAPER: {what}")
-        words[0] = f"{name}.py"
+        words[0] = f"{path}.py"
     return lines
 
 

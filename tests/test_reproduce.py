@@ -192,6 +192,9 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, monkeypatch):
 
 
 REFUSALS = [
+    ("'fedavg --vectors \"a'", 'argument PAPER: fedavg --vectors "a: No closing quotation'),
+    ("''", "argument PAPER: is no method script"),
+    ("/some/place/mine.py", "fedalign, fedcka, fedmlb, rfedavg, niid-bench; copy it to "),
     ("fedfoo 1", "fedfoo is no method script here, nor one of fedalign, fedcka, fedmlb"),
     ("common.py --sweep lr=1", "no method script"),
     ("fedavg.py,common.py", "common.py is no method script"),
