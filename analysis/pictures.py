@@ -45,7 +45,7 @@ def check_file(flag, path):
 def check_picture(flag, path):
     """Raise UserError unless matplotlib can write a new picture to path."""
     check_file(flag, path)
-    kinds = pyplot().figure().canvas.get_supported_filetypes()
+    kinds = pyplot().matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in kinds:
         raise common.UserError(f"argument {flag}: {path} must end in one of {', '.join(kinds)}")
 
