@@ -10,10 +10,7 @@ from reproduce.plot import lines_over
 
 
 def test_curves_by_hand(tmp_path):
-    """Mean and sample deviation over seeds at each evaluated round.
-
-    Against rounds, seconds 1, 3, 6, 10 and bytes.
-    """
+    """Mean and deviation over seeds at evaluated rounds, 1, 3, 6, 10 seconds and kB in all."""
     a = make_run(tmp_path / "a", accuracies=(10, None, 30, 40))
     b = make_run(tmp_path / "b", seed=1, accuracies=(20, None, 30, 60))
     (group,) = make_groups(a, b)
@@ -23,8 +20,6 @@ def test_curves_by_hand(tmp_path):
     assert [at for at, _ in curve(group, "seconds", "test_acc")] == [1, 6, 10]
     kilobytes = [1e6 * at for at, _ in curve(group, "bytes", "test_acc")]
     assert kilobytes == pytest.approx([1, 6, 10])
-    losses = [mean.mean for _, mean in curve(group, "rounds", "train_loss")]
-    assert losses == pytest.approx([2, 1, 2 / 3, 0.5])
     (single,) = make_groups(a)
     assert {mean.std for _, mean in curve(single, "rounds", "acc_ema")} == {None}
 
@@ -36,14 +31,28 @@ def test_matplotlib_may_be_missing(tmp_path, capsys, monkeypatch):
     assert is_refused(result, "need matplotlib")
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were drawn, in turn."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure) or close(figure))
+    return figures
+
+
 @pytest.mark.parametrize("name, start", [("x.png", b"\x89PNG"), ("x.pdf", b"%PDF")])
-def test_pictures(tmp_path, capsys, name, start):
-    """Of what a method reports, too."""
-    pytest.importorskip("matplotlib")
-    runs = [make_run(tmp_path / str(seed), seed=seed, largest_step=0.5) for seed in (0, 1)]
-    flags = ["--x", "bytes", "--y", "ema,test_loss,largest_step"]
+def test_pictures(tmp_path, capsys, drawn, name, start):
+    """Of what a method reports, too; accuracy has a band of its deviation, sqrt 2."""
+    runs = [
+        make_run(tmp_path / str(s), f"{PLAIN} --rounds 1", s, (10 + 2 * s,), x_y=0.5)
+        for s in (0, 1)
+    ]
+    flags = ["--x", "bytes", "--y", "accuracy,test_loss,x_y"]
     assert run_compare(capsys, *runs, "--plot", tmp_path / name, *flags)[0] == 0
     assert (tmp_path / name).read_bytes().startswith(start)
+    assert [ax.get_ylabel() for ax in drawn[0].axes] == ["test accuracy (%)", "test loss", "x y"]
+    band = drawn[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (min(band), max(band)) == pytest.approx((11 - 2**0.5, 11 + 2**0.5))
 
 
 def groups_of(folder, *commands):
@@ -51,62 +60,49 @@ def groups_of(folder, *commands):
     runs = []
     for i, command in enumerate(commands, 1):
         for seed in (0, 1):
-            accuracies = [10 * i + 4 * seed]
             path = folder / f"{i}-{seed}"
-            runs.append(make_run(path, f"{command} --rounds 1", seed, accuracies))
+            runs.append(make_run(path, f"{command} --rounds 1", seed, [10 * i + 4 * seed]))
     return make_groups(*runs)
 
 
-def folders_of(groups):
-    return [run.path for group in groups for run in group.runs]
+PROX = "fedprox.py --dataset glyphs --epochs"
+LINES = [  # x, commands, and the lines, each point with the number of its command
+    (  # in order of the flag; a method without the flag is a level
+        "mu",
+        ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
+        [("FedProx", [(0.01, 3), (1.0, 1)]), ("FedAvg", [(None, 2)])],
+    ),
+    (  # a line for each value of the others
+        "mu",
+        [f"fedprox.py --mu {mu} --lr {lr}" for mu in (1, 2) for lr in (0.01, 0.1)],
+        [
+            ("FedProx, lr 0.01", [(1.0, 1), (2.0, 3)]),
+            ("FedProx, lr 0.1", [(1.0, 2), (2.0, 4)]),
+        ],
+    ),
+    (  # those left alone are one line if they differ in their batches besides
+        "epochs",
+        [f"{PROX} {m}" for m in ("5", "1", "2 --batch-size 8", "4 --batch-size 4", "3 --lr 0.5")],
+        [
+            ("FedProx, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
+            ("FedProx, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
+            ("FedProx, batch_size 64, lr 0.5", [(3, 5)]),
+        ],
+    ),
+    (
+        "pathways",
+        [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
+        [("FedMLB", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
+    ),
+    (
+        "s/round",
+        [f"{PROX} 5", f"{PROX} 1", f"{PROX} 2 --clients 8"],
+        [("FedProx, clients 16", [(1, 1), (1, 2)]), ("FedProx, clients 8", [(1, 3)])],
+    ),
+]
 
 
-MLB = "fedprox.py --dataset glyphs --epochs"
-
-
-@pytest.mark.parametrize(
-    "x, commands, lines",
-    [
-        (  # in order of the flag; a method without the flag is a level
-            "mu",
-            ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
-            [("FedProx", [(0.01, 3), (1.0, 1)]), ("FedAvg", [(None, 2)])],
-        ),
-        (  # a line for each value of the others
-            "mu",
-            [f"fedprox.py --mu {mu} --lr {lr}" for mu in (1, 2) for lr in (0.01, 0.1)],
-            [
-                ("FedProx, lr 0.01", [(1.0, 1), (2.0, 3)]),
-                ("FedProx, lr 0.1", [(1.0, 2), (2.0, 4)]),
-            ],
-        ),
-        (  # those left alone are one line if they differ in their batches besides
-            "epochs",
-            [
-                f"{MLB} 5",
-                f"{MLB} 1",
-                f"{MLB} 2 --batch-size 8",
-                f"{MLB} 4 --batch-size 4",
-                f"{MLB} 3 --lr 0.5",
-            ],
-            [
-                ("FedProx, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
-                ("FedProx, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
-                ("FedProx, batch_size 64, lr 0.5", [(3, 5)]),
-            ],
-        ),
-        (
-            "pathways",
-            [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
-            [("FedMLB", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
-        ),
-        (
-            "s/round",
-            [f"{MLB} 5", f"{MLB} 1", f"{MLB} 2 --clients 8"],
-            [("FedProx, clients 16", [(1, 1), (1, 2)]), ("FedProx, clients 8", [(1, 3)])],
-        ),
-    ],
-)
+@pytest.mark.parametrize("x, commands, lines", LINES)
 def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
     groups = groups_of(tmp_path, *commands)
     got = []
@@ -116,27 +112,22 @@ def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
 
 
 def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
-    groups = groups_of(tmp_path, f"{MLB} 5", f"{MLB} 1")
+    groups = groups_of(tmp_path, f"{PROX} 5", f"{PROX} 1")
     for run in groups[1].runs:
         run.config["device"] = "H200"
-    lines = lines_over(groups, None, "s/round")
-    labels = [(label, len(points)) for _, (_, label, points) in lines]
-    assert labels == [("FedProx, x86_64, 2 cores", 1), ("FedProx, H200", 1)]
+    labels = [label for _, (_, label, _) in lines_over(groups, None, "s/round")]
+    assert labels == ["FedProx, x86_64, 2 cores", "FedProx, H200"]
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were drawn, in turn."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    return figures
+def draw_over(capsys, folder, x, *commands):
+    groups = groups_of(folder, *commands)
+    runs = [run.path for group in groups for run in group.runs]
+    assert run_compare(capsys, *runs, "--plot", folder / "x.png", "--x", x)[0] == 0
 
 
 def test_pictures_against_a_flag(tmp_path, capsys, drawn):
-    groups = groups_of(tmp_path, "rfedavg.py --lam 0.1", "rfedavg.py --lam 1e-5", "fedavg.py")
-    flags = ["--plot", tmp_path / "x.png", "--x", "lam"]
-    assert run_compare(capsys, *folders_of(groups), *flags)[0] == 0
+    commands = "rfedavg.py --lam 0.1", "rfedavg.py --lam 1e-5", "fedavg.py"
+    draw_over(capsys, tmp_path, "lam", *commands)
     (ax,) = drawn[0].axes
     (points,) = ax.containers
     assert points.lines[0].get_xydata().tolist() == [[1e-5, 22], [0.1, 12]]
@@ -148,60 +139,45 @@ def test_pictures_against_a_flag(tmp_path, capsys, drawn):
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("--lam", "test accuracy (%)")
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--x layers", "argument --x: layers is no flag that decides these runs"),  # of others
-        ("--x seed", "argument --x: seed is no flag"),
-        ("--x workers", "argument --x: workers is no flag"),
-        ("--x split-file", "argument --x: split_file is no flag"),  # which no run has a value of
-        ("--y largest_stap", "argument --y: 'largest_stap' is none of accuracy, ema"),
-    ],
-)
-def test_what_can_be_drawn(tmp_path, capsys, words, message):
-    pytest.importorskip("matplotlib")
-    run = make_run(tmp_path / "a", largest_step=0.5)
-    code, _, err = run_compare(capsys, run, "--plot", tmp_path / "y.png", *words.split())
-    assert code == 2 and message in err and not (tmp_path / "y.png").exists()
-    assert "--y" not in words or ", largest_step, " in err
+WORDS = [
+    ("pathways", "fedmlb.py", "--pathways 1,2", "1,2"),
+    ("local-steps", "fedavg.py", "--local-steps 3", "3"),
+]
 
 
-@pytest.mark.parametrize(
-    "x, commands, labels",
-    [
-        ("pathways", ["fedmlb.py --pathways 1,2", "fedmlb.py"], ["1,2", "default"]),
-        ("local-steps", ["fedavg.py --local-steps 3", "fedavg.py"], ["3", "default"]),
-    ],
-)
-def test_words_on_the_axis(tmp_path, capsys, drawn, x, commands, labels):
+@pytest.mark.parametrize("x, script, flag, label", WORDS)
+def test_words_on_the_axis(tmp_path, capsys, drawn, x, script, flag, label):
     """Of which a missing one is a value too, beside numbers as well."""
-    groups = groups_of(tmp_path, *commands)
-    run_compare(capsys, *folders_of(groups), "--plot", tmp_path / "p.png", "--x", x)
+    draw_over(capsys, tmp_path, x, f"{script} {flag}", script)
     ax = drawn[-1].axes[0]
-    assert [text.get_text() for text in ax.get_xticklabels()] == labels
+    assert [text.get_text() for text in ax.get_xticklabels()] == [label, "default"]
     points = [bars.lines[0].get_xydata().tolist() for bars in ax.containers]
     assert sum(points, []) == [[0, 12], [1, 22]]
 
 
 CUT = "1 of {} rows are of runs that were cut, and are not drawn"
+UNDRAWN = [  # runs, flags, what is said, and the exit code, or whether there is a picture
+    ("level", "--x layers", "argument --x: layers is no flag that decides these runs", 2),
+    ("level", "--x seed", "argument --x: seed is no flag", 2),
+    ("level", "--x workers", "argument --x: workers is no flag", 2),
+    ("level", "--x split-file", "argument --x: split_file is no flag", 2),  # of which none has one
+    ("level", "--y stap", "'stap' is none of accuracy, ema, worst, acc_ema, acc_last5_mean", 2),
+    ("cut whole", "--x mu --y accuracy", CUT.format(2), True),
+    ("cut", "--x mu --y accuracy", CUT.format(1), False),
+    ("cut level", "--x mu", CUT.format(2), True),  # all with the flag were cut
+    ("cut level", "--x mu --y worst", "worst: not measured in these runs", False),
+    ("cut level", "--x mu --y worst,ema", "worst: not measured in these runs", True),
+]
 
 
-@pytest.mark.parametrize(
-    "names, y, message, drawn",
-    [
-        ("cut whole", "accuracy", CUT.format(2), True),
-        ("cut", "accuracy", CUT.format(1), False),
-        ("cut level", "accuracy", CUT.format(2), True),  # all with the flag were cut
-        ("cut level", "worst", "worst: not measured in these runs", False),
-        ("cut level", "worst,ema", "worst: not measured in these runs", True),
-    ],
-)
-def test_what_is_not_drawn(tmp_path, capsys, names, y, message, drawn):
+@pytest.mark.parametrize("names, flags, message, drawn", UNDRAWN)
+def test_what_is_not_drawn(tmp_path, capsys, names, flags, message, drawn):
     """Runs that were cut are no points, nor is what was not measured."""
     pytest.importorskip("matplotlib")
     make_run(tmp_path / "cut", "fedprox.py --mu 1 --rounds 4", accuracies=[1.0, 2.0])
     make_run(tmp_path / "whole", "fedprox.py --mu 2 --rounds 4")
     make_run(tmp_path / "level", PLAIN)
     runs, picture = [tmp_path / name for name in names.split()], tmp_path / "x.png"
-    code, _, err = run_compare(capsys, *runs, "--x", "mu", "--y", y, "--plot", picture)
-    assert code == 0 and message in err and picture.exists() == drawn
+    code, _, err = run_compare(capsys, *runs, *flags.split(), "--plot", picture)
+    assert code == (2 if drawn == 2 else 0) and message in err
+    assert picture.exists() == (drawn is True)

@@ -10,7 +10,8 @@ import sys
 import time
 
 from conftest import make_folder
-from makers import PLAIN, ROOT, make_run, read_rows, run_reproduce
+from makers import PLAIN, ROOT, make_run, run_reproduce
+from runs import rounds_in, rows_of
 from tqdm import tqdm
 
 import common
@@ -23,12 +24,10 @@ ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 class Child:
     """In place of subprocess.Popen: a run that ends only when it gets a signal."""
 
-    returncode = None
-    started = []
-    signals = []
+    returncode, lines, signals = None, [], []
 
     def __init__(self, line):
-        self.started.append(line)
+        self.lines.append(line)
 
     def poll(self):
         return 130 if self.signals else None
@@ -43,20 +42,15 @@ class Child:
 
 def test_limit_interrupts_a_run(tmp_path, monkeypatch):
     """The run in progress gets SIGINT, none is started after it, and none is run again."""
-    monkeypatch.setattr(Child, "started", [])
-    monkeypatch.setattr(Child, "signals", [])
     monkeypatch.setattr(subprocess, "Popen", Child)
-    places = make_run(tmp_path / "done"), tmp_path / "b", tmp_path / "c"
-    commands = dict(zip(places, (PLAIN, "fedavg.py --lr 1", "fedavg.py --lr 2")))
-    left = {p: [*commands[p].split(), "--out", str(p)] for p in places[1:]}
+    commands = {tmp_path / str(lr): f"fedavg.py --lr {lr}" for lr in (1, 2)}
+    left = {place: [*line.split(), "--out", str(place)] for place, line in commands.items()}
     stopped = {}, "; --limit is reached, the same command goes on"
     assert run_all(commands, left, [["x"]], time.monotonic() + 0.1) == stopped
-    assert Child.signals == [signal.SIGINT]
-    (line,) = Child.started
-    script = [sys.executable, str(ROOT / "fedavg.py")]
-    assert line == [*script, "--lr", "1", "--out", str(tmp_path / "b")]
     assert run_all(commands, left, [], time.monotonic() - 1) == stopped
-    assert len(Child.started) == 1 and list(left) == [*places[1:]]
+    script = [sys.executable, str(ROOT / "fedavg.py"), "--lr", "1", "--out", str(tmp_path / "1")]
+    assert Child.lines == [script] and Child.signals == [signal.SIGINT]
+    assert left.keys() == commands.keys()
 
 
 def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
@@ -77,9 +71,8 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs, "tqdm", Bar)
     monkeypatch.setattr(jobs, "run_child", run_child)
-    places = make_run(tmp_path / "a"), tmp_path / "b"
-    commands = dict(zip(places, (PLAIN, "fedavg.py --rounds 3")))
-    run_all(commands, {places[1]: ["fedavg.py", "--rounds", "3"]}, [])
+    commands = {make_run(tmp_path / "a"): PLAIN, tmp_path / "b": "fedavg.py --rounds 3"}
+    run_all(commands, {tmp_path / "b": ["fedavg.py"]}, [])
     assert (bars[0].total, bars[0].initial, bars[0].n) == (4 + 3, 4, 6)
     assert lines[0][-1] == "--quiet"
 
@@ -94,34 +87,26 @@ def test_a_module_is_run_and_says_itself_why_it_fails(tmp_path, capfd):
     assert out == "[1]\n" and "b.json" in err
 
 
-def result_rows(folder):
-    """Return the rows of a run without what depends on the machine."""
-    machine = ("seconds", "samples_per_s", "peak_memory", "crc32")
-    return [{k: v for k, v in row.items() if k not in machine} for row in read_rows(folder)]
-
-
 def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
     """SIGTERM to the command alone ends its run too, which keeps its rounds.
 
     The same command makes the same rows as in an uncut run, and runs nothing again.
     """
     code = "from reproduce import __main__, jobs; jobs.PATIENCE = 0; __main__.main()"
-    flags = (
-        "--model cnn --clients 2 --rounds 40 --epochs 1 --partition iid --device cpu --workers 1"
-    )
-    flags = ["--dataset", "folder", *flags.split(), "--eval-every", "10"]
-    flags += ["--data-dir", str(make_folder(tmp_path / "data", (32, 32)))]
+    data = ["--dataset", "folder", "--data-dir", str(make_folder(tmp_path / "data", (32, 32)))]
+    flags = "--model cnn --clients 2 --rounds 40 --epochs 1 --partition iid --device cpu"
+    flags = [*data, *flags.split(), *"--workers 1 --eval-every 10".split()]
     argv = ["fedprox,fedavg", *flags, "--runs", str(tmp_path)]
     folder = tmp_path / "compare-folder-cnn-clients2-epochs1-eval-every10-partitioniid"
     done, cut = folder / "fedprox-seed0", folder / "fedavg-seed0"
     make_run(done, f"fedprox.py {shlex.join(flags)}", accuracies=[1.0] * 40)
     line = [sys.executable, "-c", code, *argv]
     process = subprocess.Popen(line, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not (cut / "metrics.jsonl").exists():
+    while process.poll() is None and not rounds_in(cut):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and 0 < len(result_rows(cut)) < 40
+    assert process.returncode == 130 and 0 < rounds_in(cut) < 40
     assert "fedavg.py: interrupted; continue with" in err and "error" not in err
     assert "the same command goes on" in err
 
@@ -135,4 +120,4 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
     assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
     assert "2 of 2 runs finished" in out
     run_here(["fedavg.py", *flags, "--out", str(tmp_path / "whole")])
-    assert result_rows(cut) == result_rows(tmp_path / "whole") and len(result_rows(cut)) == 40
+    assert rows_of(cut) == rows_of(tmp_path / "whole") and rounds_in(cut) == 40
