@@ -64,9 +64,12 @@ def test_a_table_says_first_what_all_rows_share(tmp_path, capsys):
     )
     assert not empty and "setting" in head
     assert ", rounds 4, " in run_compare(capsys, a)[1].splitlines()[0]
-    natural = make_run(tmp_path / "c", f"fedavg.py {line} --rounds 4 --partition natural")
+    natural = make_run(
+        tmp_path / "c", f"fedavg.py {line} --rounds 4 --partition natural --drop-last"
+    )
     _, out, _ = run_compare(capsys, natural)
     assert "partition natural" in out and "alpha" not in out and "similarity" not in out
+    assert "drop_last True" in out  # not its default
 
 
 def test_what_a_method_reports_is_a_column(tmp_path, capsys):

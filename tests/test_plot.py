@@ -122,7 +122,7 @@ def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
 def draw_over(capsys, folder, x, *commands):
     groups = groups_of(folder, *commands)
     runs = [run.path for group in groups for run in group.runs]
-    assert run_compare(capsys, *runs, "--plot", folder / "x.png", "--x", x)[0] == 0
+    assert run_compare(capsys, *runs, "--plot", folder / "x.png", f"--x=--{x}")[0] == 0
 
 
 def test_pictures_against_a_flag(tmp_path, capsys, drawn):
