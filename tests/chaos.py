@@ -1,83 +1,155 @@
-"""Cut runs, and damage their files: all must be survived, or refused in a line.
+"""Cut runs at a file operation, whichever, and their resumes again: all must be survived.
 
     python tests/chaos.py --minutes 30 --seed 0
-    python tests/chaos.py --seed 0 --only kills --case 17       one case, and what it did
+    python tests/chaos.py --seed 0 --case 17       one case, and what it did
 
-Run by hand, and for a minute by .ci/run. Two sections, a case of each in turn, until time is over:
-    kills    a run is killed, interrupted or robbed of its disk at one of its file operations, and
-             so are its resumes; the last one ends with what the uncut run has, bit for bit
-    damage   a file of a run or of its data is damaged or exchanged, and the run resumed: refused
-             with nothing changed, or the same results
-A refusal is one line on stderr and exit code 2. Ends in a line a section, and exit code 1 if any
-case failed."""
+Run by hand, and for a minute by .ci/run. A run is killed, interrupted or robbed of its disk or of a
+file at one of its file operations, and so are its resumes; the last one ends with what the uncut
+run has, bit for bit, or is refused by one line and exit code 2 where a file is gone. What a kill
+behind an operation leaves is what one before the next leaves: a cut before each of them, and inside
+of each write, are all that there are. Exit code 1 if any case failed."""
 
 import argparse
-import collections
-import multiprocessing
+import contextlib
+import functools
 import os
 import pathlib
+import random
+import shutil
 import sys
 import tempfile
 import time
-import traceback
+from concurrent.futures import ProcessPoolExecutor
 
-from chaotic import children  # noqa: F401  (first: it settles the threads of torch)
-from chaotic import damage, kills
-from chaotic.world import World
+from children import FORK, run  # first: it settles the threads of torch
+from conftest import make_folder
+from cut import HOW, Cut
+from runs import difference
 
-SECTIONS = {"kills": kills.case, "damage": damage.case}
+import common
+import extras.glyphs
+
+common.NETS["cnn"] = lambda channels, size: common._plain(channels, size, (4,), 3, 0, (8,))
+extras.glyphs.GLYPHS = (120, 40)
+FEDERATION = [
+    *"--dataset folder --data-dir data --model cnn --augment none --partition iid".split(),
+    *"--clients 3 --local-steps 2 --batch-size 6 --quiet --device cpu".split(),
+]
+METHODS = [  # each sort of state: of clients, of the server, of optimizers
+    "fedavg --checkpoint-every 2 --client-test --save-clients",
+    "scaffold --eval-every 2 --persist-opt --sample 0.7 --save-clients",
+    "moon --checkpoint-every 2 --eval-every 2 --client-test --sample 0.7",
+    "rfedavg --client-test --persist-opt --optimizer rmsprop --workers 2 --save-clients",
+    "fedgkd --checkpoint-every 3 --eval-every 2 --server adam",
+]
 
 
-def lane(world, args, first, end, results):
-    """Run every so-many-th case, from first, of each section in turn; report each to results."""
-    for n in range(first, args.cases, args.jobs):
-        for section in [args.only] if args.only else SECTIONS:
-            if time.monotonic() > end:
-                return results.put(None)
-            try:
-                what, fault = SECTIONS[section](world, n)
-            except BaseException:  # a parser of the project that exits too
-                what, fault = "this program", " ".join(traceback.format_exc().split())
-            results.put((section, n, what, fault))
-    results.put(None)
+def train(folder, method, *argv, how="list", at=0):
+    """Run, or resume, a method in folder, cut so at an operation; return its Outcome."""
+    script, *words = method.split()
+    argv = [*FEDERATION, *words, "--out", "run", *argv]
+    if (folder / "run" / "config.json").exists():
+        argv.append("--resume")
+    return run(script, *argv, before=Cut(how, at, folder).install)
 
 
-def run_lanes(world, args):
-    """Run cases on several processes at once; yield (section, case, what, fault) of each."""
-    processes, end = multiprocessing.get_context("fork"), args.start + 60 * args.minutes
-    results = processes.SimpleQueue()
-    for first in range(args.jobs):
-        processes.Process(target=lane, args=(world, args, first, end, results)).start()
-    for _ in range(args.jobs):
-        yield from iter(results.get, None)
+class World:
+    """Uncut runs of the METHODS, of two rounds and of four, and the data they were made from.
+
+    A run of method i and so many rounds lies in root/ROUNDS-i, its data without it in root/new."""
+
+    def __init__(self, root, seed):
+        self.root, self.seed = root, seed
+        make_folder(root / "new" / "data", (8, 8), counts=(18, 6))
+        self.operations = []  # of each method's run of four rounds: their names, in order
+        for i, method in enumerate(METHODS):
+            for rounds in (2, 4):
+                folder = shutil.copytree(root / "new", root / f"{rounds}-{i}")
+                outcome = train(folder, method, "--rounds", rounds)
+                if outcome.fault(0):
+                    raise SystemExit(f"{method}: {outcome.fault(0)}")
+            self.operations.append(outcome.out.split())
+
+    def plans(self):
+        """Return two lists of (method, how, at).
+
+        A loss of power at each rename and removal of SCAFFOLD's run, by which it commits something;
+        then all there are, at every operation of every method's run, shuffled."""
+        found = [
+            (i, how, at)
+            for i in range(len(METHODS))
+            for at, name in enumerate(self.operations[i], 1)
+            for how in HOW
+            if how != "torn" or name == "write"
+        ]
+        random.Random(self.seed).shuffle(found)
+        names = enumerate(self.operations[1], 1)
+        return [(1, "power", at) for at, name in names if name in ("replace", "unlink")], found
+
+    @contextlib.contextmanager
+    def copy(self, name):
+        """Yield a copy of a folder, to be changed and removed."""
+        with tempfile.TemporaryDirectory(dir=self.root) as place:
+            yield pathlib.Path(shutil.copytree(self.root / name, pathlib.Path(place, "copy")))
+
+
+def case(world, end, n):
+    """Cut a run and its resumes; return what was done, and what is wrong, "" if nothing.
+
+    The first cut is the n-th of the plans. Returns None after end, a time."""
+    if time.monotonic() > end:
+        return None
+    rng = random.Random(f"{world.seed} kills {n}")
+    commits, others = world.plans()
+    i, *first = [*commits, *others][n % (len(commits) + len(others))]
+    begun, cuts = "new", [first]
+    if n >= len(commits):
+        begun = rng.choice(["new", "new", f"2-{i}"])  # the last is a finished run, extended
+        cuts += [[rng.choice([*HOW]), rng.randint(1, 60)] for _ in range(rng.randint(0, 2))]
+    what = f"{METHODS[i]}, from {begun}: " + ", ".join(f"{how} at {at}" for how, at in cuts)
+    with world.copy(begun) as folder:
+        fault, refused = cut_all(folder, i, cuts)
+        if fault or refused:
+            return what, fault
+        left = [path.name for path in (folder / "data").glob("**/.*.tmp")]
+        fault = difference(world.root / f"4-{i}" / "run", folder / "run")
+        return what, fault or (left and f"data keep {left[0]}")
+
+
+def cut_all(folder, i, cuts):
+    """Run method i through its cuts to the end; return what is wrong, and if it was refused."""
+    robbed = False
+    for how, at in [*cuts, ("list", 0)]:
+        robbed = robbed or how == "vanish"
+        outcome = train(folder, METHODS[i], "--rounds", 4, how=how, at=at)
+        if robbed and outcome.code == 2 and not outcome.fault(2):
+            return "", True
+        if fault := outcome.fault(*HOW.get(how, (0,))):
+            return f"{fault}, at {how} {at}", False
+    return "", False
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1, help="that it takes in all")
-    parser.add_argument("--cases", type=int, default=10**9, help="of each section, at most")
+    parser.add_argument("--cases", type=int, default=10_000, help="at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at once")
-    parser.add_argument("--only", choices=[*SECTIONS])
-    parser.add_argument("--case", type=int, help="of --only: this one alone")
-    parser.set_defaults(start=time.monotonic())
+    parser.add_argument("--case", type=int, help="this one alone")
     args = parser.parse_args(argv)
-    tried, failed = collections.Counter(), collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
+    end, tried, failed = time.monotonic() + 60 * args.minutes, 0, 0
+    cases = range(args.cases) if args.case is None else [args.case]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs, FORK) as pool:
         world = World(pathlib.Path(folder).resolve(), args.seed)
-        if args.case is not None:
-            what, fault = SECTIONS[args.only](world, args.case)
-            sys.exit(f"{what}: {fault}" if fault else print(what))
-        for section, n, what, fault in run_lanes(world, args):
-            tried[section] += 1
-            failed[section] += bool(fault)
-            if fault:
-                case = f"--seed {args.seed} --only {section} --case {n}"
-                print(f"{case}: {what}: {fault}", flush=True)
-    for section, count in tried.items():
-        bad = failed[section]
-        print(f"{section}: {count} tried, {count - bad} survived, {bad} failed")
-    sys.exit(failed.total() > 0)
+        for n, found in zip(cases, pool.map(functools.partial(case, world, end), cases)):
+            if found:
+                tried, failed = tried + 1, failed + bool(found[1])
+            if found and (found[1] or args.case is not None):
+                print(
+                    f"--seed {args.seed} --case {n}: {found[0]}: {found[1] or 'fine'}", flush=True
+                )
+    print(f"{tried} tried, {tried - failed} survived, {failed} failed")
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

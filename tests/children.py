@@ -3,17 +3,12 @@
 The parent imports torch once and computes nothing with it, so that it has a single thread and a
 child misses none; that is checked before every fork."""
 
-import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
-import pathlib
-import resource
 import signal
-import sys
 import tempfile
-import traceback
 from typing import NamedTuple
 
 ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -26,7 +21,6 @@ for name in "torch._dynamo extras.images extras.partitions extras.servers".split
     importlib.import_module(name)
 FORK = multiprocessing.get_context("fork")
 SECONDS = 40  # a child that takes longer hangs
-MEMORY = 4 << 30  # bytes that a child may take beside what it starts with
 NOTES = "is not cached", "cannot be locked here"  # lines beside the one
 
 
@@ -61,42 +55,21 @@ def run(name, *argv, before):
     task = functools.partial(conftest.from_shell, importlib.import_module(name), argv)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would leave threads behind")
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        sys.stdout.flush()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = FORK.Process(target=_child, args=(task, before, out, err))
         child.start()
         child.join(SECONDS)
         code = child.exitcode
-        with contextlib.suppress(ProcessLookupError):  # one that hangs; what decodes images for it
-            os.killpg(child.pid, signal.SIGKILL)
-        return Outcome(code, *(_content(f) for f in (out, err)))
-
-
-def _content(file):
-    file.seek(0)
-    return file.read().decode(errors="replace")
+        child.kill()  # one that hangs
+        for file in (out, err):
+            file.seek(0)
+        return Outcome(code, out.read(), err.read())
 
 
 def _child(task, before, out, err):
-    """Run task() as a process of its own would; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        for file, number in ((out, 1), (err, 2)):
-            os.dup2(file.fileno(), number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        before()
-        task()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    """Run task() with streams of its own."""
+    for file, number in ((out, 1), (err, 2)):
+        os.dup2(file.fileno(), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before()
+    task()

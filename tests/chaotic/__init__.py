@@ -1,1 +1,0 @@
-"""The sections of tests/chaos.py."""
