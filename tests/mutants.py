@@ -35,7 +35,7 @@ TESTS = {  # file: (its tests, which of its functions; "": all)
     "extras/partitions.py": ("partition personal", ""),
     "analysis/hessian.py": ("hessian", ""),
     "common.py": (
-        "loop received images partition sub_networks engine hand_losses plain",
+        "loop images partition sub_networks engine hand_losses plain",
         "run_plainly train_client PlainWorker Client Received sample_clients clients_per_round "
         "set_weights average add_proximal keep_row rows_of evaluate measure_round best_row summary "
         "check_finite epoch_sizes batch_sizes most_steps batch_tables resolve_augment draw_augment "

@@ -1,11 +1,13 @@
-"""The engine: batches, precision, settings of a GPU."""
+"""What clients send and what the server makes of it; the engine: batches, precision, a GPU."""
 
+import math
 import os
 import types
 
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from conftest import args_of, flags
 from virtual_gpu import machine
 
@@ -14,6 +16,127 @@ import engine
 import extras.glyphs
 import fedavg
 from extras import backbones, text
+
+# --- what clients send
+
+
+def test_mean_against_numpy():
+    """Parameters and batch-norm statistics with weights 1/4 and 3/4; counters are the last's."""
+    net, received = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), common.Received()
+    torch.manual_seed(0)
+    like = net.state_dict()
+    sent = [{k: torch.randn(v.shape) if v.ndim else v + n for k, v in like.items()} for n in (4, 7)]
+    for i, (alpha, weights) in enumerate(zip((0.25, 0.75), sent)):
+        received.add(common.Client(i, np.arange(3), {}, alpha), dict(weights))
+    assert received.mean.keys() == like.keys()
+    for k, v in received.mean.items():
+        first, second = (weights[k].numpy() for weights in sent)
+        averaged = sent[0][k].is_floating_point()
+        expected = 0.25 * first + 0.75 * second if averaged else 7
+        assert np.allclose(v.numpy(), expected, atol=1e-7), k
+
+
+def test_sums_and_records():
+    """Sums in nests of tensors, records by client, also where not every client sends them."""
+    received, clients = common.Received(), []
+    for i in range(3):
+        client = common.Client(i, np.arange(1), {}, 1 / 3)
+        client.sum("nest", {"a": [torch.full((2,), float(i)), torch.tensor(10.0 * i)]})
+        if i:
+            client.sum("late", torch.tensor(float(i)))
+            client.record("id", torch.tensor(i))
+        clients.append(client)
+        received.add(client, {"w": torch.ones(1)})
+    assert [t.tolist() for t in received.sums["nest"]["a"]] == [[3, 3], 30]
+    assert received.sums["late"].item() == 3
+    assert {k: v.item() for k, v in received.records["id"].items()} == {1: 1, 2: 2}
+    assert all(a is b for a, b in zip(received.clients, clients, strict=True))
+    for client in clients:  # nothing of the size of a model stays
+        assert client.sums == client.records == {}
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("where", ["weights", "loss"])
+def test_what_is_not_finite_is_found(where, value):
+    """And named, by the client that sent it."""
+    received, net = common.Received(), nn.Linear(1, 1)
+    for i in range(2):
+        client = common.Client(i, np.arange(1), {}, 0.5, loss=value if i and where == "loss" else 1)
+        sent = value if i and where == "weights" else 1.0
+        received.add(client, {"w": torch.tensor([0.0, sent]), "count": torch.tensor(3)})
+    if value == 1:
+        return common.check_finite(net, received, 7)
+    with pytest.raises(FloatingPointError, match="round 7, client 1: the local model"):
+        common.check_finite(net, received, 7)
+
+
+def test_bytes_that_clients_count():
+    client = common.Client(0, np.arange(1), {})
+    three, four = torch.ones(3), {"a": [torch.ones(4, dtype=torch.float64)]}
+    client.sum("three", three)
+    client.record("four", four)
+    for send in (client.sum, client.record):
+        send("again", three, sent=False)
+    assert client.upload(three) is three and client.download(four) is four
+    assert client.download(None) is None
+    assert (client.bytes_up, client.bytes_down) == (12 + 32 + 12, 32)
+
+
+def test_what_is_sent_is_a_copy():
+    """The worker's tensors change with its next client."""
+    client, value = common.Client(0, np.arange(1), {}), torch.ones(2, requires_grad=True)
+    client.sum("s", [value])
+    client.record("r", value)
+    with torch.no_grad():
+        value.add_(1)
+    for sent in (client.sums["s"][0], client.records["r"]):
+        assert sent.tolist() == [1, 1]
+        assert not sent.requires_grad
+
+
+@pytest.mark.parametrize("tree", [np.ones(2), {"t": torch.ones(1), "n": [1.0]}])
+def test_only_tensors_are_summed(tree):
+    with pytest.raises(common.UserError, match="client.sum.'a'.*where a tensor should be"):
+        common.Client(0, np.arange(3)).sum("a", tree)
+
+
+@pytest.mark.parametrize("place", ["server", "client.state"])
+@pytest.mark.parametrize("value", [np.float64(2), {1, 2}])
+def test_what_cannot_be_kept_is_named(tmp_path, place, value):
+    """When it is written, and not when the run is to be resumed."""
+
+    def local_update(worker, client, server, args):
+        yield from fedavg.local_update(worker, client, server, args)
+        (server if place == "server" else client.state)["mine"] = [torch.ones(1), value]
+
+    args = flags("--local-steps", "1", "--out", str(tmp_path / "a"))
+    line = rf"{place}\['mine'\]\[1\]: a {type(value).__name__} "
+    with pytest.raises(common.UserError, match=line):
+        common.run(args, local_update)
+
+
+def test_a_report_may_be_a_tensor(tmp_path):
+    def aggregate(net, received, server, args):
+        common.average(net, received, server, args)
+        server["report"] = {"a": torch.tensor(2.5), "b": 3}
+
+    args = flags("--local-steps", "1", "--rounds", "1", "--out", str(tmp_path / "a"))
+    _, [row] = common.run(args, fedavg.local_update, aggregate)
+    assert (row["a"], row["b"]) == (2.5, 3)
+
+
+def test_weights_of_clients_without_training():
+    """Of 3, 8 and 5 samples in full batches of 4 there are none, 8 and 4."""
+    clients = [common.Client(k, np.arange(n)) for k, n in enumerate((3, 8, 5))]
+    for weighting, expected in (("samples", [0, 2 / 3, 1 / 3]), ("uniform", [0, 0.5, 0.5])):
+        args = flags("--drop-last", "--batch-size", "4", "--weighting", weighting)
+        common.set_weights(clients, args, 1)
+        assert [client.weight for client in clients] == pytest.approx(expected)
+    with pytest.raises(common.UserError, match="no client of round 7 has 4 samples"):
+        common.set_weights(clients[:1], args, 7)
+
+
+# --- the engine
 
 
 def tiny_worker(*argv):
@@ -24,19 +147,11 @@ def tiny_worker(*argv):
     return engine.Worker(net, data, args, 60), data, args
 
 
-@pytest.mark.parametrize(
-    "n, argv, batch_norm, sizes",
-    [
-        (21, "--epochs 2", False, [10, 10, 1, 10, 10, 1]),
-        (21, "", True, [10, 10]),  # batch norm needs two samples
-        (4, "--drop-last", False, []),
-        (25, "--local-steps 5", False, [10, 10, 5, 10, 10]),
-        (4, "--local-steps 3", False, [4, 4, 4]),
-    ],
-)
-def test_batches_of_a_round(n, argv, batch_norm, sizes):
-    args = flags("--batch-size", "10", *argv.split())
-    assert common.batch_sizes(n, args, batch_norm) == sizes
+def test_batches_of_a_round():
+    """Batch norm needs two samples; test_loop.py has what else there is."""
+    for argv, batch_norm, sizes in (("--epochs 2", False, 2 * [10, 10, 1]), ("", True, [10, 10])):
+        args = flags("--batch-size", "10", *argv.split())
+        assert common.batch_sizes(21, args, batch_norm) == sizes
 
 
 def test_local_update_yields_once():
@@ -99,16 +214,10 @@ def test_convolutions_are_searched_for_full_batches_alone():
 
 
 @pytest.mark.parametrize(
-    "shape, cuda, size",
-    [
-        ((1, 32, 32), True, 2000),
-        ((1, 224, 224), True, 50),
-        ((70,), True, 2000),
-        ((70,), False, 250),
-    ],
+    "side, cuda, size", [(32, 1, 2000), (64, 1, 500), (224, 1, 50), (8, 0, 250)]
 )
-def test_evaluation_batches_follow_the_pixels(shape, cuda, size):
-    x, y = torch.zeros(2100, *shape, dtype=torch.uint8), torch.zeros(2100)
+def test_evaluation_batches_follow_the_pixels(side, cuda, size):
+    x, y = torch.zeros(2100, 1, side, side, dtype=torch.uint8), torch.zeros(2100)
     y_train = types.SimpleNamespace(is_cuda=cuda)
     data, seen = types.SimpleNamespace(x_test=x, y_test=y, y=y_train), []
 
@@ -116,26 +225,29 @@ def test_evaluation_batches_follow_the_pixels(shape, cuda, size):
         seen.extend(len(x) for x, _ in batches)
         return [(torch.zeros(1), torch.zeros(2))]
 
-    common.evaluate(torch.nn.Identity(), data, None, run)
-    assert seen == [size] * (2100 // size) + [2100 % size] * (2100 % size > 0)
+    common.evaluate(nn.Identity(), data, None, run)
+    assert (seen[0], sum(seen)) == (size, 2100)
 
 
 def test_settings_of_cuda():
     """cuBLAS is set when common.py is imported; TF32 is the default on a GPU alone."""
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    assert args_of(fedavg, "--device", "cpu").precision == "fp32"
     with machine():
-        assert args_of(fedavg, "--device", "cuda").precision == "tf32"
-        assert args_of(fedavg, "--device", "cuda", "--precision", "fp32").precision == "fp32"
+        for words, precision in (
+            ("cpu", "fp32"),
+            ("cuda", "tf32"),
+            ("cuda --precision fp32", "fp32"),
+        ):
+            assert args_of(fedavg, "--device", *words.split()).precision == precision
 
 
 def test_vgg9_pools_only_what_is_larger():
     """At 32x32 its last maps are 4x4 already; the pooling there has no deterministic backward."""
     head = dict(backbones.vgg9(3, 32)[0])["head"]
-    pool = next(m for m in head if isinstance(m, torch.nn.AdaptiveAvgPool2d))
+    pool = next(m for m in head if isinstance(m, nn.AdaptiveAvgPool2d))
     small, large = torch.randn(2, 5, 4, 4), torch.randn(2, 5, 8, 8)
     assert pool(small) is small
-    assert torch.equal(pool(large), torch.nn.functional.adaptive_avg_pool2d(large, 4))
+    assert torch.equal(pool(large), nn.functional.adaptive_avg_pool2d(large, 4))
 
 
 def test_lstm_stays_out_of_autocast():
