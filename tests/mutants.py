@@ -32,7 +32,7 @@ TESTS = {  # file: (its tests, which of its functions; "": all)
     **{f"{name}.py": (f"{tests} off_switch flags_matter", "") for name, tests in SCRIPTS.items()},
     "extras/servers.py": ("hand_servers", ""),
     "extras/similarities.py": ("hand_networks", ""),
-    "extras/partitions.py": ("partition personal", ""),
+    "extras/partitions.py": ("partition hand_servers", ""),
     "analysis/hessian.py": ("hessian", ""),
     "common.py": (
         "loop images partition sub_networks engine hand_losses plain",
