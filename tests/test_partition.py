@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -26,53 +25,17 @@ def dirichlet(*words):
     return common.dirichlet_partition(LABELS, *words)[0]
 
 
-KINDS = {
-    "dirichlet": lambda clients, seed: dirichlet(clients, 0.3, seed),
-    "balanced": lambda clients, seed: partitions.balanced_dirichlet_partition(
-        LABELS, clients, 0.3, seed
-    ),
-    "iid": lambda clients, seed: common.iid_partition(LABELS, clients, seed),
-    "similarity": lambda clients, seed: partitions.similarity_partition(LABELS, clients, 35, seed),
-    "shards": lambda clients, seed: partitions.shards_partition(LABELS, clients, 2, seed),
-    "labels": lambda clients, seed: partitions.labels_partition(LABELS % 7, 7, clients, 2, seed),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_partition_covers_every_sample_once_and_follows_the_seed(kind):
-    parts = KINDS[kind](7, seed=3)
-    assert len(parts) == 7
-    assert all(part.dtype == np.int64 for part in parts)
-    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(3000))
-    assert all(np.array_equal(a, b) for a, b in zip(parts, KINDS[kind](7, seed=3)))
-    assert not np.array_equal(parts[0], KINDS[kind](7, seed=4)[0])
-    if kind not in ("dirichlet", "shards", "labels"):
-        sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1  # 3000 = 7 * 428 + 4
-
-
 def test_shards_are_runs_of_sorted_labels():
     """60 samples of three labels, 12 shards of five: each label has four of them.
 
     A client of three shards has 5, 10 or 15 samples of a label, and some clients one label less."""
     labels = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 20))
-    args = flags("--partition", "shards", "--shards", "3", "--clients", "4")
-    seen = set()
-    for seed in range(5):
-        args.data_seed = seed
-        parts = partitions.split(data_of(labels), args)
-        counts = np.array([np.bincount(labels[part], minlength=3) for part in parts])
-        assert (counts.sum(1) == 15).all() and (counts % 5 == 0).all()
-        seen.add(str(counts.tolist()))
-        places = np.flatnonzero(np.isin(np.argsort(labels, kind="stable"), parts[0]))
-        assert len({place // 5 for place in places}) > 3  # a shard is of any samples of its label
-    assert len(seen) == 5
+    parts = partitions.shards_partition(labels, 4, 3, 0)
+    counts = np.array([np.bincount(labels[part], minlength=3) for part in parts])
+    assert (counts.sum(1) == 15).all() and (counts % 5 == 0).all() and not (counts == 5).all()
+    places = np.flatnonzero(np.isin(np.argsort(labels, kind="stable"), parts[0]))
+    assert len({place // 5 for place in places}) > 3  # a shard is of any samples of its label
     assert flags("--partition", "shards").shards == 2
-
-
-def data_of(labels):
-    x = np.zeros((len(labels), 1, 2, 2), np.uint8)
-    return common.Data(x, labels, x, labels, int(labels.max()) + 1)
 
 
 def test_dirichlet_balancing_rule():
@@ -86,17 +49,6 @@ def test_dirichlet_balancing_rule():
         a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)[0]
         assert len(a) == len(b) == 50
         assert len(set(labels[a])) == len(set(labels[b])) == 2
-
-
-def test_dirichlet_skew_and_minimum():
-    def entropy(alpha):
-        parts = dirichlet(10, alpha, 0)
-        assert min(map(len, parts)) >= 10
-        shares = [np.bincount(LABELS[p], minlength=10) / len(p) for p in parts]
-        return np.mean([-(s[s > 0] * np.log(s[s > 0])).sum() for s in shares])
-
-    assert entropy(0.1) < entropy(1) < entropy(1000)
-    assert entropy(1000) > 0.98 * math.log(10)
 
 
 @pytest.mark.parametrize("clients, each", [(10, 2), (10, 1), (25, 3), (4, 10)])
@@ -127,36 +79,39 @@ def client_tests():
 
 
 WRITERS = LABELS * 7 % 13 + np.arange(3000) % 5
-SPLITS = [
-    (lambda: dirichlet(7, 0.3, 3), "78b906738019acf1"),
-    (lambda: dirichlet(40, 0.1, 0), "5f62e52c1e73fd2f"),
-    (lambda: dirichlet(60, 0.3, 2), "38eb7feb183686be"),  # the second draw
-    (lambda: dirichlet(90, 0.5, 0), "c2ddf4d231e5ac2d"),
-    (lambda: dirichlet(40, 0.001, 1), "abc27c4d9a02213d"),  # the 271st: 27 clients a draw short
-    (lambda: common.iid_partition(LABELS, 7, 3), "c16bf002454b8ff6"),
-    (lambda: partitions.similarity_partition(LABELS, 7, 35, 3), "1f761bec1c641bc1"),
-    (lambda: partitions.labels_partition(LABELS, 10, 25, 3, 3), "6f67d783abea030a"),
-    (lambda: partitions.natural_partition(WRITERS, 4, 3, 9), "6b3f21d5c7afb1b2"),
-    (lambda: partitions.natural_iid_partition(WRITERS, 4, 3, 9), "b1a19a9e9337010f"),
-    (lambda: partitions.balanced_dirichlet_partition(LABELS, 7, 0.3, 3), "315f2aa86d214f69"),
-    (lambda: partitions.balanced_dirichlet_partition(LABELS, 299, 0.05, 1), "4a9a601eb5180a3a"),
-    (lambda: partitions.shards_partition(LABELS, 7, 2, 3), "1d8e3ac68cea8fb8"),
-    (client_tests, "9e5f7e6182e29d71"),
+SPLITS = [  # a split, its digest, and by how much sizes differ
+    (lambda: dirichlet(7, 0.3, 3), "78b906738019acf1", 248),
+    (lambda: dirichlet(40, 0.1, 0), "5f62e52c1e73fd2f", 181),
+    (lambda: dirichlet(60, 0.3, 2), "38eb7feb183686be", 97),  # the second draw
+    (lambda: dirichlet(90, 0.5, 0), "c2ddf4d231e5ac2d", 80),
+    (lambda: dirichlet(40, 0.001, 1), "abc27c4d9a02213d", 310),  # the 271st draw
+    (lambda: common.iid_partition(LABELS, 7, 3), "c16bf002454b8ff6", 1),
+    (lambda: partitions.similarity_partition(LABELS, 7, 35, 3), "1f761bec1c641bc1", 1),
+    (lambda: partitions.labels_partition(LABELS, 10, 25, 3, 3), "6f67d783abea030a", 69),
+    (lambda: partitions.natural_partition(WRITERS, 4, 3, 9), "6b3f21d5c7afb1b2", 387),
+    (lambda: partitions.natural_iid_partition(WRITERS, 4, 3, 9), "b1a19a9e9337010f", 1),
+    (lambda: partitions.balanced_dirichlet_partition(LABELS, 7, 0.3, 3), "315f2aa86d214f69", 1),
+    (lambda: partitions.balanced_dirichlet_partition(LABELS, 299, 0.05, 1), "4a9a601eb5180a3a", 1),
+    (lambda: partitions.shards_partition(LABELS, 7, 2, 3), "1d8e3ac68cea8fb8", 2),
+    (client_tests, "9e5f7e6182e29d71", 41),
 ]
 
 
-@pytest.mark.parametrize("split, expected", SPLITS)
-def test_splits_stay_what_they_were(split, expected):
-    """Results that were published on them can be repeated."""
-    assert digest(split()) == expected
+@pytest.mark.parametrize("split, expected, spread", SPLITS)
+def test_splits_stay_what_they_were(split, expected, spread):
+    """Results that were published on them can be repeated; no sample is dealt twice, or left."""
+    parts = split()
+    sizes, index = [len(part) for part in parts], np.concatenate(parts)
+    assert digest(parts) == expected
+    assert all(part.dtype == np.int64 for part in parts)
+    assert (max(sizes) - min(sizes), len(set(index))) == (spread, sum(sizes))
+    assert len(index) in (3000, 1767, 500)  # of three writers a client; of the test set
 
 
 @pytest.mark.parametrize(
     "clients, alpha, moved, expected",
     [
         (300, 1.0, 211, "d7c526fe0db21e47"),
-        (290, 0.01, 2186, "3064be28e8f93a44"),
-        (150, 0.1, 278, "942a0795afada122"),
         (20, 0.01, 85, "a047bafc62657230"),  # rounding may help: after all draws
     ],
 )
@@ -244,15 +199,6 @@ def test_similarity_mixes_a_share():
         assert (counts[:-1] + counts[1:]).max() >= 10
 
 
-def test_natural_partition_covers_the_chosen_writers():
-    writers = np.array([5, 5, 8, 9, 8, 5, 2])
-    for seed in range(5):
-        parts = partitions.natural_partition(writers, 3, seed)
-        chosen = [writers[p[0]] for p in parts]
-        assert len(set(chosen)) == 3
-        assert all(np.array_equal(p, np.flatnonzero(writers == w)) for p, w in zip(parts, chosen))
-
-
 @pytest.mark.parametrize(
     "text, partial, message",
     [
@@ -269,7 +215,6 @@ def test_natural_partition_covers_the_chosen_writers():
         ("{0: [0, 3], 1: [2, 0]}", True, "gives sample 0 more than once"),
         ("{0: [0, 1, 2, 3]}", False, "--clients 1"),
         ("__import__('os')", False, "neither"),
-        ("{0: [0, 3], 1: [2, 1", False, "neither"),
         ("[" * 9999, False, "neither"),
         ("{0: 3, 1: 4}", False, "list of indices"),
         ("7", False, "list of indices"),
