@@ -4,23 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, flags, plainly, refused, same
+from conftest import TINY, flags, plainly, same
 from methods import SCRIPTS, SHORT, VARIANTS, needed
 from runs import assert_equal_runs
-from support import make_sent140, text_flags
 
 import common
 import fedavg
 
-ENGINE = [  # what the engine does beside the method's steps and what test_loop.py has
-    "--augment rotate10,crop,flip",
-    "--server adam",
-    "--server avgm",
-    "--server yogi",
-    "--optimizer rmsprop --momentum 0 --lr 0.001",
-    "--optimizer rmsprop --lr 0.001 --persist-opt",
-    "--partition natural",
-]
+# what the engine does beside the method's steps and what test_loop.py has
+ENGINE = ["--augment rotate10,crop,flip", "--server adam", "--partition natural"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +50,6 @@ def test_every_method(tmp_path, unevaluated, name, more):
 @pytest.mark.parametrize("more", ENGINE)
 def test_the_engine(tmp_path, unevaluated, more):
     check("fedavg", tmp_path / "run", "--rounds", "3", *more.split())
-
-
-@pytest.mark.parametrize("name", ["fedavg", "moon", "rfedavg_code"])
-def test_text(tmp_path, unevaluated, name):
-    """An LSTM on random word vectors."""
-    make_sent140(tmp_path)
-    words = text_flags(tmp_path, "--partition", "natural", "--clients", "3")
-    check(name, tmp_path / "run", *words)
 
 
 TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")
@@ -115,20 +99,6 @@ def test_on_round_ends_a_plain_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     starts = ["plain run", "round   1/5", "round   2/5", "round   3/5", "last "]
     assert [line.startswith(start) for line, start in zip(lines, starts)] == [True] * 5
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        ("--resume --out RUN", "argument --plain: not with --"),
-        ("--workers 2", "argument --plain: not with --"),
-        ("--save-clients", "argument --plain: not with --"),
-        ("--out RUN", "exists already"),
-    ],
-)
-def test_what_a_plain_run_cannot_do(capsys, run, more, words):
-    argv = [] if "--resume" in more else TINY
-    refused(capsys, fedavg, ["--plain", *argv, *more.replace("RUN", str(run)).split()], words)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -174,6 +174,8 @@ fednova --optimizer rmsprop | argument --optimizer
 fedprox --datadir x | arguments: --datadir; did you mean --data-dir?
 fedprox --dirichlet_alpah 5 | arguments: --dirichlet-alpah; did you mean --alpha?
 --dyn_alpha 0.1 | --dyn-alpha is a flag of feddyn.py, fedmlb.py
+--plain --workers 2 | argument --plain: not with --workers
+--plain --save-clients | argument --plain: not with --save-clients
 --init absent.pt | absent.pt; no such state_dict
 TWEETS --model cnn --vectors '' | --model; lstm
 TWEETS --image-size 28 | --image-size
@@ -194,6 +196,7 @@ FOLDER --partition natural | train/ape/0.png; --partition natural train/CLIENT/
 INIT, SPLIT = "--init init.pt", "--partition file --split-file split"
 FILES = [  # a damage, and a line as above
     (None, "'a\nb' | a b"),
+    (lambda root: (root / "run").mkdir(), "--plain | --out run: exists already | begun"),
     (write("file", b"kept"), "--out file/run | file"),
     (cut(SHARD), f"FEMNIST | {SHARD}, user None: not a shard of LEAF (JSONDecodeError; line 1"),
     (write(SHARD, b"\xff"), f"FEMNIST | {SHARD}; not UTF-8"),

@@ -241,6 +241,7 @@ REFUSED = [
     (scaffold, ["--out", "RUN/model.pt"], ["model.pt"]),
     (scaffold, ["--out", "RUN", "--resume", "--lr", "0.5"], ["--lr", "0.5", "0.01"]),
     (scaffold, ["--out", "RUN", "--resume", "--rounds", "1"], ["--rounds", "1", "2"]),
+    (scaffold, ["--out", "RUN", "--resume", "--plain"], ["--plain: not with --resume"]),
     (fedprox, ["--out", "RUN", "--resume"], ["scaffold.py", "fedprox.py"]),
     (scaffold, ["--out", "RUN/none", "--resume"], ["none", "no run"]),
     (scaffold, ["--out", "RUN/..", "--resume"], ["did you mean"]),
