@@ -193,7 +193,9 @@ def test_text_is_trimmed_to_the_batch():
 # --- the methods
 
 TEXT_METHODS = "fedavg; moon; scaffold; qfedavg --q 1e-4; rfedavg --variant rfedavg --lam 0.1"
-TEXT_METHODS += "; rfedavg_code; fitnet; fedper; ditto; fedmlb; fedmlb --direction global-local"
+TEXT_METHODS += (
+    "; rfedavg_code; fitnet; fedgkd; fedper; ditto; fedmlb; fedmlb --direction global-local"
+)
 
 
 def text_argv(tmp_path, method, *argv):
