@@ -94,9 +94,7 @@ class World:
 
 
 def case(world, end, n):
-    """Cut a run and its resumes; return what was done, and what is wrong, "" if nothing.
-
-    The first cut is the n-th of the plans. Returns None after end, a time."""
+    """Cut a run by the n-th plan, and its resumes; return (what, fault), or None after end."""
     if time.monotonic() > end:
         return None
     rng = random.Random(f"{world.seed} kills {n}")

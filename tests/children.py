@@ -32,9 +32,7 @@ class Outcome(NamedTuple):
     err: str
 
     def fault(self, *codes):
-        """Return what is wrong with it: another code than those, or not one line with all but 0.
-
-        "" if it is as it should be."""
+        """Return what is wrong: another code than those, or not one line with all but 0; or ""."""
         lines = [s for s in self.err.splitlines() if not any(note in s for note in NOTES)]
         tail = lines[-1] if lines else ""
         if self.code is None:
@@ -49,9 +47,7 @@ class Outcome(NamedTuple):
 
 
 def run(name, *argv, before):
-    """Run a command of the project (a module with main) in a child, after before().
-
-    Returns its Outcome."""
+    """Return the Outcome of a command (a module with main) that a child runs after before()."""
     task = functools.partial(conftest.from_shell, importlib.import_module(name), argv)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would leave threads behind")

@@ -30,10 +30,7 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def small_glyphs(monkeypatch):
-    """Draw 600 + 200 images wherever a test says --dataset glyphs, on one thread.
-
-    Two threads fight over small tensors. Of ImageNet three of nine classes are drawn, four images
-    of each."""
+    """Draw 600 + 200 glyphs and few of ImageNet, on one thread: two fight over small tensors."""
     monkeypatch.setattr(extras.glyphs, "GLYPHS", (600, 200))
     monkeypatch.setattr(extras.readers, "IMAGENET", (9, 3, 4))
     torch.set_num_threads(1)
@@ -91,9 +88,7 @@ def refusal(f, *args, **options):
 
 
 def refused(capsys, script, argv, *words, code=2, alone=True):
-    """Check that a script ends with code and prints one line, on stderr, that has all words.
-
-    alone: it prints nothing else, and not what it does before it finds the mistake."""
+    """Check that a script prints an error alone, in one line with all words, and ends with code."""
     with pytest.raises(SystemExit) as stop:
         from_shell(script, argv)
     out, err = capsys.readouterr()

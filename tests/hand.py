@@ -27,9 +27,7 @@ def two_networks(model="cnn", classes=62, **options):
 
 
 def normed_network(blocks=2):
-    """Return a small network: blocks of convolution and batch norm, a pooling, the classifier.
-
-    Its running statistics are those of no batch, so that the two modes of batch norm differ."""
+    """Return a small network of blocks, whose batch norm differs between its two modes."""
     torch.manual_seed(5)
     net, channels = nn.Sequential(), 3
     for i in range(blocks):
@@ -125,9 +123,7 @@ def twins(worker, w):
 
 
 def received_of(net, shifts, weights, send=None):
-    """Return the Received of clients that end shifts away from net.
-
-    send(client, i): lets client i send something."""
+    """Return the Received of clients that end shifts away from net, after send(client, i)."""
     received, base = common.Received(), state_of(net)
     for i, (shift, weight) in enumerate(zip(shifts, weights)):
         client = common.Client(i, np.arange(3), {}, weight)

@@ -11,10 +11,7 @@ from PIL import Image
 
 
 def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
-    """Write FEMNIST under root; return {"train" or "test": {user: x and y}}.
-
-    Two shards of training users and one of test users, a third as many samples each; f3_12 is in
-    the test shard alone."""
+    """Write FEMNIST; return {"train" or "test": {user: x and y}}; f99_12 has test samples alone."""
     rng = np.random.default_rng(0)
     names = [f"f{i:02d}_{n}" for i, n in enumerate(users)]
     content = {"train": {}, "test": {}}

@@ -67,9 +67,7 @@ MISSING = [  # files that are copied, a command, and what its line names
 
 
 def test_every_script_trains_on_its_own(tmp_path, steps):
-    """In one process, from a folder a script, and without any other file of the project.
-
-    Where a flag needs one, a line names it."""
+    """Without any other file of the project; where a flag needs one, a line names it."""
     lines = []
     for name in METHODS:
         folder = tmp_path / name

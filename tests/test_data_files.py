@@ -138,8 +138,7 @@ def test_imagenet_200_is_cut_to_its_centre_without_augmentation(tmp_path):
 
 
 def test_imagenet_200_is_augmented_by_its_draws(tmp_path):
-    """Two epochs in batches of 2 and 1 at --batch-size 2: each image by its own draws, which follow
-    seed, round and client."""
+    """Two epochs in batches of 2 and 1, each image by draws of seed, round and client."""
     worker, client = worker_on_imagenet(tmp_path, "--batch-size", "2", "--epochs", "2")
     data, args, batches = worker.data, worker.args, []
 

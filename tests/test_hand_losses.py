@@ -99,8 +99,7 @@ def test_contrast_is_left_out_before_a_client_has_a_model(name):
 
 
 def test_mixup_step():
-    """On a short batch, within which the permutation stays; each batch has its own number and
-    permutation."""
+    """Each batch, a short one too, has its own number and permutation."""
     worker, step, *_ = begin("mixup", ["--gamma", "0.8"])
     x, y = batch(n=5)
     assert worker.draws["beta"].shape == (40,)  # one number a batch

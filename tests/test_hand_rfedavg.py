@@ -158,9 +158,7 @@ def test_rfedavg_without_noise_or_clipping_is_rfedavg_plus(tmp_path):
 
 @pytest.mark.parametrize("variant", ["rfedavg", "rfedavg+"])
 def test_deltas_of_the_authors_code(tmp_path, variant):
-    """Of one random batch of the client: by its local network, or by the new global one.
-
-    In eval mode, which differs from training mode by its batch norm."""
+    """Of one random batch of the client, by its own network or the new global one, in eval mode."""
     data, out = extras.glyphs.glyphs(), tmp_path / "run"
     argv = [*TINY, "--variant", variant, "--partition", "iid", "--sample", "0.5"]
     run = functools.partial(common.run, data=data, net=normed_network())
@@ -188,9 +186,7 @@ def test_rfedavg_has_no_term_without_another_client(name):
 
 
 def test_measuring_leaves_the_network_alone():
-    """Losses, features and gradients over a client's data move no weight and no statistic.
-
-    The first two are those of eval mode."""
+    """Losses, features and gradients are those of eval mode, and move no statistic."""
     net = common.build_net("resnet8", 62)
     worker = engine.Worker(net, extras.glyphs.glyphs(), flags("--model", "resnet8"), 4)
     before, client = state_of(worker.net), common.Client(0, np.arange(12), {})

@@ -284,9 +284,7 @@ def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["fedper", "ditto", "fedbn"])
 def test_accuracies_are_of_each_client_s_own_network(tmp_path, name):
-    """By a loop of our own over the run's files; of four clients one has never taken part.
-
-    Those of a resumed run are the same."""
+    """By a loop of our own over the run's files; of four clients one has never taken part."""
     words = "--sample 0.5 --local-steps 4 --seed 5 --client-test --workers 1"
     words, out = [*TINY, *words.split(), *needed(name)], tmp_path / "run"
     net, rows = SCRIPTS[name].main([*words, "--out", str(out)])

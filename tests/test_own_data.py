@@ -76,9 +76,7 @@ def test_a_run_that_diverged_says_so(capsys, tmp_path, lr):
 
 
 def test_writers_by_name(capsys, tmp_path):
-    """Clients of names are those of numbers in the names' order, test samples included.
-
-    Without writers_test= a line says that client_acc is not of the clients' own samples."""
+    """As by numbers in the names' order; without writers_test= a line says whose client_acc is."""
     names, numbers = (np.array(v)[np.arange(80) % 4] for v in (NAMES, [2, 0, 1, 3]))
     clients, data, found = ["--partition", "natural", "--client-test"], tables(), []
     for writers in (names, numbers, names.tolist()):

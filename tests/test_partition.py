@@ -26,9 +26,7 @@ def dirichlet(*words):
 
 
 def test_shards_are_runs_of_sorted_labels():
-    """60 samples of three labels, 12 shards of five: each label has four of them.
-
-    A client of three shards has 5, 10 or 15 samples of a label, and some clients one label less."""
+    """60 samples of three labels, 12 shards of five, of which each label has four."""
     labels = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 20))
     parts = partitions.shards_partition(labels, 4, 3, 0)
     counts = np.array([np.bincount(labels[part], minlength=3) for part in parts])
@@ -186,9 +184,7 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
 
 
 def test_similarity_mixes_a_share():
-    """Of 20 samples at 50% 10 are of any class, and 10 of one class.
-
-    Or of two neighbours, where a chunk straddles them. At 0% all are of one class."""
+    """At 50% 10 of 20 are of any class, 10 of one, or of two where a chunk straddles them."""
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 40))
     for part in partitions.similarity_partition(labels, 20, 0, 0):
         assert (len(set(labels[part])), len(part)) == (1, 20)
@@ -237,8 +233,7 @@ def test_file_partition(tmp_path, text, partial, message):
 
 
 def test_writers_are_grouped_and_tested_together(tmp_path):
-    """Users are dealt to clients whole; the test set is that of the chosen users; IID rows deal the
-    same samples."""
+    """Users are dealt to clients whole, IID rows deal the same samples; tests are theirs."""
     make_femnist(tmp_path)
     argv = ["--dataset", "femnist", "--data-dir", str(tmp_path), "--clients", "2", "--users", "5"]
     args = flags(*argv, "--partition", "natural")

@@ -34,9 +34,7 @@ for line in open(sys.argv[1]).read().splitlines():
 
 
 def start(lines, ranks, folder, before="", options=(), **more):
-    """Start torchrun with so many ranks, which run the lines, SCRIPT FLAGS, one after the other.
-
-    folder: a folder for a file; before: code that each rank runs first."""
+    """Start torchrun, whose ranks run before and the lines, SCRIPT FLAGS; folder: for a file."""
     path = folder / f"lines-{time.monotonic_ns()}"
     path.write_text("\n".join(lines))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
@@ -98,9 +96,7 @@ Folder.keep = dying
 
 
 def test_two_ranks_give_the_run_of_one_process(tmp_path):
-    """Also a run that one process began and two went on with, and the other way round.
-
-    A rank of the first one is killed: torchrun goes on by itself, from the checkpoint."""
+    """Also one that others began; torchrun goes on where a rank is killed."""
 
     def lines(place, workers):
         for key, words in RUNS.items():
@@ -230,9 +226,7 @@ def test_ranks_that_differ_are_refused(from_python):
 
 
 def test_an_error_of_one_rank_is_one_line(from_python):
-    """From rank 0. The first rank to leave does so with 2, and the others too.
-
-    But torchrun, which sees that one has gone, may be faster and end them."""
+    """From rank 0; the first rank leaves with 2, and torchrun may be faster to end the others."""
     folder, code, err = from_python
     assert code == 1  # torchrun's own
     [found] = [text for text in err.splitlines() if ".py: error:" in text]

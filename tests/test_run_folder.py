@@ -159,9 +159,7 @@ def test_more_rounds_and_another_interval(tmp_path):
 
 
 def test_best_is_of_a_round_with_a_row(tmp_path):
-    """Round 2, the last, is evaluated and the best; cut there, the run goes on to 4.
-
-    There it is not evaluated, and the best is that of a run that was never cut."""
+    """Round 2, the last, is the best, but not evaluated once the run is extended to 4."""
     argv = [*TINY, "--eval-every", "3"]
     killed_in(2, [*argv, "--rounds", "2", "--out", tmp_path / "cut"])
     fedavg.main(resumed(tmp_path / "cut", "--rounds", 4))
@@ -478,9 +476,7 @@ def test_a_notebook(monkeypatch):
 
 
 def test_interrupts(tmp_path, monkeypatch):
-    """Ctrl-C twice, as timeout sends it to a process and its group, is a line: how to go on.
-
-    Threads that still ran would abort the exit, and one that waits for a lock would never end."""
+    """Ctrl-C twice, as timeout sends it: a line says how to go on, and no thread holds it up."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     out = tmp_path / "run"
     argv = [*TINY, "--rounds", "5000", "--workers", "2", "--batch-size", "8", "--out", str(out)]

@@ -30,8 +30,7 @@ def read(data, x):
 
 
 def test_sent140(tmp_path):
-    """The two most active users; a tenth of their 20 tweets is the test set; words by frequency,
-    then alphabet, of training tweets."""
+    """Of the two most active users; words by frequency, then alphabet, of training tweets."""
     rows = make_sent140(tmp_path)
     args = flags(*text_flags(tmp_path, "--partition", "natural", "--clients", "2"))
     data = common.load_data(args)
@@ -55,8 +54,7 @@ def test_sent140(tmp_path):
 
 
 def test_sent140_leak(tmp_path):
-    """With the authors' leak clients hold all their tweets, the test ones too; the words are still
-    of training tweets alone."""
+    """Clients hold the test tweets too; the words are still of training tweets alone."""
     make_sent140(tmp_path)
     natural = ["--partition", "natural", "--clients", "2"]
     plain, leak = (
@@ -140,8 +138,7 @@ def text_data(*lengths):
 
 
 def test_lstm_is_torchs_on_packed_sequences():
-    """The network of blocks against nn.LSTM's two layers on packed sequences, forward and
-    gradients; padding makes no difference."""
+    """Forward and gradients, against nn.LSTM's two layers; padding makes no difference."""
     x, net = text_data(5, 1, 9, 3)
     reference = torch.nn.LSTM(7, 256, 2, batch_first=True).double()
     parameters = {}  # of net's layers, by their names in reference
@@ -222,8 +219,7 @@ def test_methods_on_text(tmp_path, method):
 @needs_gpu
 @pytest.mark.parametrize("method", TEXT_METHODS.split("; "))
 def test_text_on_a_gpu(tmp_path, method):
-    """As a CUDA graph and without; cuDNN's LSTM within, its frozen copies in eval mode, RMSProp's
-    state restored after capture."""
+    """As a CUDA graph and without; RMSProp's state is restored after capture."""
     more = "--lr 0.0001 --epochs 2 --device cuda --deterministic"
     script, argv = text_argv(tmp_path, method, *more.split())
     graph, eager = (
