@@ -54,6 +54,15 @@ def plainly(args, local_update, aggregate=None, after_round=None, adapt=None, **
     )
 
 
+def check_graph(folder, script, argv, rtol):
+    """Check that a GPU ends with the same weights by CUDA graphs as without, but for rounding."""
+    graph, eager = (
+        script.main([*argv, "--deterministic", flag, "--out", str(folder / flag)])[0].state_dict()
+        for flag in ("--graph", "--no-graph")
+    )
+    assert all(torch.allclose(v, eager[k], rtol, rtol / 10) for k, v in graph.items())
+
+
 def args_of(script, *argv):
     """Return the parsed flags with which a script's main() calls run()."""
     return script.main(list(argv), run=lambda args, *_, **__: args)

@@ -56,7 +56,18 @@ class Cut:
         self.before("open")
         file = self.real_open(path, mode, *args, **kwargs)
         self.unsynced[os.path.abspath(path)] = file.tell()
-        return Written(file, self)
+        file.write = functools.partial(self.write, file, file.write)
+        return file
+
+    def write(self, file, write, content):
+        def part():
+            write(content[: 997 * self.at % (len(content) + 1)])
+            file.flush()
+
+        self.before("write", part)
+        written = write(content)
+        file.flush()
+        return written
 
     def before(self, name, write=None):
         """Count an operation, and do what is to be done at it; write(): writes a part."""
@@ -92,29 +103,3 @@ class Cut:
         files = sorted(path for name in names for path in pathlib.Path("run").glob(name))
         if files:
             files[self.at % len(files)].unlink()
-
-
-class Written:
-    """A file that is open to write."""
-
-    def __init__(self, file, cut):
-        self.file, self.cut = file, cut
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def write(self, content):
-        def part():
-            self.file.write(content[: 997 * self.cut.at % (len(content) + 1)])
-            self.file.flush()
-
-        self.cut.before("write", part)
-        written = self.file.write(content)
-        self.file.flush()
-        return written
