@@ -23,8 +23,7 @@ SCRIPTS = {  # tests, and the scripts that they are of
     "engine": "fedavg",
     "hand_losses": "fedprox moon mixup fedkd fitnet fedntd fedgkd",
     "hand_networks": "fedalign stochdepth gradaug fedcka fedmlb",
-    "hand_servers": "scaffold feddyn qfedavg",
-    "hand_servers add_a_method": "fednova",
+    "hand_servers": "scaffold feddyn qfedavg fednova",
     "hand_rfedavg": "rfedavg rfedavg_dp rfedavg_code",
 }
 SCRIPTS = {name: tests for tests, names in SCRIPTS.items() for name in names.split()}

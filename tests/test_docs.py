@@ -3,6 +3,7 @@
 import argparse
 import ast
 import csv
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -20,11 +21,14 @@ import unittest.mock
 
 import pytest
 import torch
+import torch.nn as nn
 from conftest import args_of
 from methods import METHODS, SCRIPTS, needed
 
 import common
 import extras.glyphs
+import moon
+import scaffold
 
 ROOT = pathlib.Path(common.__file__).parent
 README = ROOT / "README.md"
@@ -455,3 +459,50 @@ def test_notebook_runs(tmp_path, monkeypatch):
     last = {key: accuracies[-1] for key, accuracies in names["curves"].items()}
     assert set(last) == {(n, k) for n in ("FedAvg", "SCAFFOLD", "FedSAM") for k in (0, 1)}
     assert min(last.values()) > 30  # of five classes
+
+
+# --- docs/add-a-method.md
+
+METHOD_PAGE = ROOT / "docs" / "add-a-method.md"
+
+
+def test_the_contract_is_whole():
+    """It names what common.py's header lists, and all public fields of what methods are given."""
+    table = (
+        METHOD_PAGE.read_text().partition("## The contract\n")[2].partition("## The one rule\n")[0]
+    )
+    [line] = re.findall(r"^    worker +(.+): PlainWorker$", common.__doc__, re.M)
+    header = [f"worker.{name}" for name in re.findall(r"\w+", line) if name != "and"]
+    assert len(header) > 10
+    listed = set(re.findall(r"\b((?:worker|client|received)\.\w+)", table))
+    assert set(header) <= listed
+    fields = {f"client.{f.name}" for f in dataclasses.fields(common.Client)}
+    unlisted = {"client.sums", "client.records", "client.model"}  # the engine's
+    received = {f"received.{name}" for name in [*vars(common.Received()), "clients"]}
+    beside = {"client.bytes_down", "client.bytes_up"}  # read at the server
+    assert (fields | received) - unlisted - beside <= listed
+    callbacks = set(common.Method._fields)
+    assert callbacks <= set(re.findall(r"`(\w+)\(", table))
+
+
+def test_the_loop_of_the_docs_learns():
+    """MOON keeps its clients' models, SCAFFOLD its control variates; both classify."""
+    [block] = [
+        block for block in blocks_of(METHOD_PAGE) if block.text.startswith("# own_loop.py\n")
+    ]
+    names = {"__name__": "own_loop"}
+    exec(compile(block.text, "own_loop.py", "exec"), names)
+    accuracy, states, nets = (names[k] for k in ("accuracy", "states", "nets"))
+    assert min(accuracy.values()) > 0.75
+    assert type(nets[scaffold]).__mro__[1] is nn.Module
+    assert [states[moon][k].keys() for k in range(3)] == [{"net"}] * 3
+    assert all(states[scaffold][k]["c"][0].abs().max() > 0 for k in range(3))
+
+
+def test_table_of_what_a_worker_needs():
+    rows = re.findall(r"^\| ((?:`\w+`,? ?)+) \| (`net`.*) \|$", METHOD_PAGE.read_text(), re.M)
+    listed = {name: b for a, b in rows for name in re.findall(r"`(\w+)`", a)}
+    assert listed.keys() == {*METHODS} and sum(a.count(",") + 1 for a, _ in rows) == len(METHODS)
+    for name, attributes in listed.items():
+        used = re.findall(r"\bw(?:orker)?\.(\w+)", (ROOT / f"{name}.py").read_text())
+        assert set(re.findall(r"`(\w+)`", attributes)) == {*used}, name

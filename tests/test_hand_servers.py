@@ -1,5 +1,7 @@
 """By hand: servers that do more than average, and personal models, of which they get a part."""
 
+import json
+
 import feddyn
 import fednova
 import numpy as np
@@ -125,6 +127,46 @@ def test_qfedavg_weighs_by_the_loss_of_the_global_model():
     assert client.sums["h"].item() == pytest.approx(h, rel=1e-6)
     assert client.bytes_up == 8  # h alone: D is in place of the weights
     assert worker.net.training
+
+
+# --- FedNova
+
+
+def test_fednova_by_the_formula(tmp_path):
+    """A round of clients with 1 to 9 steps, from their saved models, in float64."""
+    cuts = [0, 20, 120, 320, 600]
+    split = [list(range(a, b)) for a, b in zip(cuts, cuts[1:])]
+    (tmp_path / "split.json").write_text(json.dumps(split))
+    words = [*TINY, "--partition", "file", "--split-file", str(tmp_path / "split.json")]
+    words += ["--rounds", "1", "--save-clients", "--momentum", "0.5", "--no-nesterov"]
+    net, [row] = fednova.main([*words, "--out", str(tmp_path / "run")])
+    args, data = flags(*words), extras.glyphs.glyphs()
+    parts = common.partition(data, args)
+    steps = [-(-len(part) // 32) for part in parts]
+    assert steps == [1, 4, 7, 9]
+    w = common.prepare_net(data, args).double().state_dict()
+    shares = [len(part) / 600 for part in parts]
+    a = [fednova.weight_of_steps(k, 0.5, False) for k in steps]
+    total = sum(alpha * a_k for alpha, a_k in zip(shares, a))
+    expected = {name: value.clone() for name, value in w.items()}
+    for k, (alpha, a_k) in enumerate(zip(shares, a)):
+        w_k = run_folder.load(tmp_path / "run" / "clients" / f"{k}-1.pt")
+        for name in expected:
+            expected[name] += total * alpha / a_k * (w_k[name].double() - w[name])
+    for name, value in net.state_dict().items():
+        assert torch.allclose(value.double(), expected[name], atol=1e-6), name
+    assert row["effective_steps"] == pytest.approx(total)
+
+
+def test_a_client_without_a_step_weighs_none():
+    """In a loop that gives it a share: a_k = 0, and no drift."""
+    args, data = flags("--drop-last"), extras.glyphs.glyphs()
+    client = common.Client(0, torch.arange(20).numpy(), weight=0.5)
+    net = common.prepare_net(data, args)
+    worker = common.PlainWorker(net, data, args, client, {"round": 1})
+    common.train_client(worker, client, {"round": 1}, args, fednova.local_update)
+    assert client.sums["a"].item() == 0
+    assert not any(d.any() for d in client.sums["d"])
 
 
 # --- FedDyn
