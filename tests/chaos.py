@@ -10,7 +10,6 @@ behind an operation leaves is what one before the next leaves: a cut before each
 of each write, are all that there are. Exit code 1 if any case failed."""
 
 import argparse
-import contextlib
 import functools
 import os
 import pathlib
@@ -86,12 +85,6 @@ class World:
         names = enumerate(self.operations[1], 1)
         return [(1, "power", at) for at, name in names if name in ("replace", "unlink")], found
 
-    @contextlib.contextmanager
-    def copy(self, name):
-        """Yield a copy of a folder, to be changed and removed."""
-        with tempfile.TemporaryDirectory(dir=self.root) as place:
-            yield pathlib.Path(shutil.copytree(self.root / name, pathlib.Path(place, "copy")))
-
 
 def case(world, end, n):
     """Cut a run by the n-th plan, and its resumes; return (what, fault), or None after end."""
@@ -105,7 +98,8 @@ def case(world, end, n):
         begun = rng.choice(["new", "new", f"2-{i}"])  # the last is a finished run, extended
         cuts += [[rng.choice([*HOW]), rng.randint(1, 60)] for _ in range(rng.randint(0, 2))]
     what = f"{METHODS[i]}, from {begun}: " + ", ".join(f"{how} at {at}" for how, at in cuts)
-    with world.copy(begun) as folder:
+    with tempfile.TemporaryDirectory(dir=world.root) as place:
+        folder = shutil.copytree(world.root / begun, pathlib.Path(place, "copy"))
         fault, refused = cut_all(folder, i, cuts)
         if fault or refused:
             return what, fault

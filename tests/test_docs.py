@@ -23,14 +23,13 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import args_of
-from methods import METHODS, SCRIPTS, needed
+from methods import METHODS, ROOT, SCRIPTS, needed
 
 import common
 import extras.glyphs
 import moon
 import scaffold
 
-ROOT = pathlib.Path(common.__file__).parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 

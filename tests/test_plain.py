@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TINY, flags, plainly, same
 from methods import SCRIPTS, SHORT, VARIANTS, needed
-from runs import assert_equal_runs
+from runs import VARIES, assert_equal_runs
 
 import common
 import fedavg
@@ -52,9 +52,6 @@ def test_the_engine(tmp_path, unevaluated, more):
     check("fedavg", tmp_path / "run", "--rounds", "3", *more.split())
 
 
-TIMES = ("seconds", "samples_per_s", "peak_memory", "crc32")
-
-
 @pytest.mark.parametrize(
     "name, more",
     [
@@ -71,7 +68,7 @@ def test_rows_are_those_of_the_run(tmp_path, name, more):
     assert [json.loads(line) for line in (tmp_path / "plain" / "metrics.jsonl").open()] == found
     assert [row.keys() - {"crc32"} for row in rows] == [row.keys() for row in found]
     for a, b in zip(rows, found):
-        assert {k: a[k] for k in b if k not in TIMES} == {k: b[k] for k in b if k not in TIMES}
+        assert {k: a[k] for k in b if k not in VARIES} == {k: b[k] for k in b if k not in VARIES}
         assert a["seconds"].keys() == b["seconds"].keys()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TINY
 from methods import ROOT, SHORT, VARIANTS, needed
+import runs
 from runs import assert_equal_runs, config_of, rounds_in, write_config
 
 import common
@@ -237,18 +238,17 @@ def test_an_error_of_one_rank_is_one_line(from_python):
     assert rounds_in(folder / "run") == 1
 
 
-def test_an_error_before_ranks_are_joined_is_one_line(tmp_path):
+def test_an_error_before_ranks_are_joined_is_one_line(tmp_path, monkeypatch):
     """In the flags of rank 1; here started without torchrun, as other launchers do."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": s.getsockname()[1]}
     ranks = []
     for rank in range(2):
-        environment = os.environ | {k: str(v) for k, v in place.items()} | {"RANK": str(rank)}
-        command = [sys.executable, "fedavg.py", *TINY, "--out", str(tmp_path / "run")]
-        command += ["--lr", "x"] * rank
-        pipe = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment, **pipe))
+        for name, value in {**place, "RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        argv = [*TINY, "--out", str(tmp_path / "run"), *["--lr", "x"] * rank]
+        ranks.append(runs.start("fedavg", *argv, stderr=subprocess.PIPE))
     lines = [process.communicate(timeout=60)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
     assert lines[0].startswith("fedavg.py: error: argument --lr: must be a number")
@@ -322,15 +322,13 @@ def test_only_an_attempt_of_the_same_torchrun_is_resumed(tmp_path, monkeypatch):
     assert torchrun.began_here(out)
 
 
-def test_one_process_loads_nothing_of_torchrun(monkeypatch):
-    """torchrun with a single process is one process; other launchers' variables are not read."""
-    for name, value, found in (
-        ("WORLD_SIZE", 4, False),
-        ("RANK", 0, True),
-        ("WORLD_SIZE", 1, False),
-    ):
-        monkeypatch.setenv(name, str(value))
-        assert common.under_torchrun() == found
+@pytest.mark.parametrize("rank, size, found", [(None, 4, False), (0, 4, True), (0, 1, False)])
+def test_one_process_is_no_torchrun(monkeypatch, rank, size, found):
+    """Nor is what other launchers start, whose variables are not read."""
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    if rank is not None:
+        monkeypatch.setenv("RANK", str(rank))
+    assert common.under_torchrun() == found
 
 
 @pytest.mark.skipif("EVERY_METHOD" not in os.environ, reason="takes many minutes: EVERY_METHOD=1")
