@@ -41,17 +41,11 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def plainly(args, local_update, aggregate=None, after_round=None, adapt=None, **more):
+def plainly(args, *callbacks, **more):
     """Train as common.run() does with --plain."""
     workers = args.workers if args.workers == 1 else "auto"  # by which a worker's threads go
-    return common.run(
-        argparse.Namespace(**{**vars(args), "plain": True, "workers": workers}),
-        local_update,
-        aggregate,
-        after_round,
-        adapt,
-        **more,
-    )
+    args = argparse.Namespace(**{**vars(args), "plain": True, "workers": workers})
+    return common.run(args, *callbacks, **more)
 
 
 def check_graph(folder, script, argv, rtol):

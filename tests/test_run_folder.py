@@ -261,20 +261,12 @@ class Evil:
         return os.system, ("touch pwned",)
 
 
-def pickled(path):
-    torch.save(Evil(), path)
-
-
 def saved(tree):
     return lambda path: run_folder.save(tree, path)
 
 
 def written(content):
     return lambda path: path.write_bytes(content)
-
-
-def changed(old, new):
-    return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
 
 
 def pipe(path):
@@ -291,13 +283,12 @@ def another(path):
 
 DAMAGES = [  # file, how, words of the refusal
     ("config.json", written(b"[]"), ["config.json is damaged"]),
-    ("config.json", changed(b'"lr": 0', b'"lr": 1'), ["is damaged"]),
     ("config.json", pipe, ["config.json"]),
     ("metrics.jsonl", written(b""), ["metrics.jsonl: damaged, or of another run"]),
     ("metrics.jsonl", written(100_000 * b"["), ["metrics.jsonl: damaged"]),
     ("metrics.jsonl", pipe, ["metrics.jsonl: not a file"]),
     ("checkpoint.pt", os.unlink, ["checkpoint.pt: missing"]),
-    ("checkpoint.pt", pickled, ["checkpoint.pt: not a readable"]),
+    ("checkpoint.pt", lambda path: torch.save(Evil(), path), ["checkpoint.pt: not a readable"]),
     ("checkpoint.pt", saved([1, 2]), ["checkpoint.pt: not a checkpoint of this run"]),
     ("checkpoint.pt", another, ["metrics.jsonl"]),
     ("states/1-2.pt", os.unlink, ["1-2.pt: no such client state"]),
