@@ -40,12 +40,11 @@ def all_mutations():
     text = (ROOT / "tests" / "mutations.txt").read_text().split("\n\n", 1)[1]
     for line in text.replace(" =>\n    ", " => ").splitlines():
         if line.startswith("== "):
-            file, count = line[3:], 0
-        elif line.startswith("  "):
-            test = f"tests/test_{line[2:]}".replace("::", ".py::", 1)
+            _, file, test = line.split(" ", 2)
         else:
-            count += 1
-            found.append(Mutation(f"{file}:{count}", file, *line.split(" => "), test))
+            name = f"{file}:{1 + sum(other.file == file for other in found)}"
+            test_file = f"tests/test_{test}".replace("::", ".py::", 1)
+            found.append(Mutation(name, file, *line.split(" => "), test_file))
     return found
 
 

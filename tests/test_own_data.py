@@ -234,16 +234,10 @@ def of_writers(**fields):
 @pytest.mark.parametrize(
     "f, words",
     [
-        (
-            lambda: common.Data(X, Y[:5], X, Y, 3),
-            "x has 6 samples, and its labels are of shape [5]",
-        ),
+        (lambda: common.Data(X, Y[:5], X, Y, 3), "x has 6 samples, and its labels are of"),
         (lambda: common.Data(X[:0], Y[:0], X, Y, 3), "x has 0 samples, and its labels are of"),
         (lambda: common.Data(X, Y.float(), X, Y, 3), "x are torch.float32 from 0.0 to 2.0, not"),
-        (
-            lambda: common.Data(X, Y + 1, X, Y, 3),
-            "torch.int64 from 1 to 3, not integers from 0 to 2",
-        ),
+        (lambda: common.Data(X, Y + 1, X, Y, 3), "from 1 to 3, not integers from 0 to 2"),
         (lambda: common.Data(X, Y, X, Y - 1, 3), "x_test are torch.int64 from -1 to 1, not"),
         (lambda: common.Data(X, Y, X[:, :3], Y, 3), "x_test is [6, 3] torch.float32, and x [6, 4]"),
         (lambda: common.Data(X / 0, Y, X, Y, 3), "x holds NaN or infinity, as in [0]"),
@@ -252,11 +246,7 @@ def of_writers(**fields):
         (lambda: of_writers(writers=W, writers_test=W[:7]), "data: writers_test must name or"),
         (lambda: own.data_of([], GOOD), "train has no samples by an index"),
         (lambda: own.data_of([*GOOD, (torch.zeros(4), 0)], GOOD), "train[2] is no (x, integer y)"),
-        (
-            lambda: own.data_of([*GOOD, (torch.zeros(3), 0.5)], GOOD),
-            "train[2] is no (x, integer y)",
-        ),
-        (lambda: own.data_of([*GOOD, (torch.zeros(3), -1)], GOOD), "torch.int64 from -1 to 1"),
+        (lambda: own.data_of([*GOOD, (torch.zeros(3), 0.5)], GOOD), "train[2] is no (x, integer"),
     ],
 )
 def test_what_does_not_fit(f, words):
