@@ -46,26 +46,22 @@ def make_run(folder, command=PLAIN, seed=0, accuracies=(10, 20, 30, 40), **more)
     (folder / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
-        row = make_row(number, accuracy)
+        row = {
+            "round": number,
+            "test_acc": accuracy,
+            "test_loss": 1.0,
+            "train_loss": 2.0 / number,
+            "clients": [0, 1],
+            "seconds": {"train": number / 2, "evaluate": number / 2},
+            "bytes_down": 500 * number,
+            "bytes_up": 500 * number,
+        }
         rows.append({**row, **common.summary([*rows, row]), **more})
     write_rows(folder, rows)
     (folder / "checkpoint.pt").touch()
     if len(rows) >= flags["rounds"]:
         (folder / "model.pt").touch()
     return folder
-
-
-def make_row(number, accuracy):
-    return {
-        "round": number,
-        "test_acc": accuracy,
-        "test_loss": 1.0,
-        "train_loss": 2.0 / number,
-        "clients": [0, 1],
-        "seconds": {"train": number / 2, "evaluate": number / 2},
-        "bytes_down": 500 * number,
-        "bytes_up": 500 * number,
-    }
 
 
 def read_rows(folder):

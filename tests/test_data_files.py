@@ -99,8 +99,8 @@ def centre(path):
 
 
 def test_imagenet_200(tmp_path):
-    root = make_imagenet(tmp_path)
-    data = common.load_data(flags(*imagenet_flags(tmp_path, 28)))
+    root, args = make_imagenet(tmp_path), flags(*imagenet_flags(tmp_path, 28))
+    data = common.load_data(args)
     names = [f"n{i:08d}" for i in range(9)]
     wnids = np.random.RandomState(1993).choice(names, 3, replace=False).tolist()
     assert (data.classes, data.image_size) == (3, 28)
@@ -112,29 +112,18 @@ def test_imagenet_200(tmp_path):
     assert data.y.tolist() == np.repeat(labels, 4).tolist()
     assert torch.equal(data.x_test[3], centre(root / "val" / wnids[1] / "1.JPEG"))
     assert IMAGENET == (1000, 200, 500)
-
-
-def worker_on_imagenet(tmp_path, *argv):
-    """Return a worker, and a client of three images."""
-    make_imagenet(tmp_path)
-    args = flags(*imagenet_flags(tmp_path, 28, *argv))
-    data = common.load_data(args)
     worker = engine.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
-    return worker, common.Client(0, np.array([7, 2, 11]), {})
-
-
-def test_imagenet_200_is_cut_to_its_centre_without_augmentation(tmp_path):
-    worker, client = worker_on_imagenet(tmp_path)
-    ((x, y),) = worker.batches(client)
-    expected = torch.stack([centre(worker.data.paths[i]) for i in client.index])
-    assert torch.equal(x, worker.data.normalise(expected))
-    assert y.tolist() == worker.data.y[client.index].tolist()
+    ((x, y),) = worker.batches(common.Client(0, np.array([7, 2, 11])))  # not augmented
+    assert torch.equal(x, data.normalise(torch.stack([centre(data.paths[i]) for i in (7, 2, 11)])))
+    assert y.tolist() == data.y[[7, 2, 11]].tolist()
 
 
 def test_imagenet_200_is_augmented_by_its_draws(tmp_path):
     """Two epochs in batches of 2 and 1, each image by draws of seed, round and client."""
-    worker, client = worker_on_imagenet(tmp_path, "--batch-size", "2", "--epochs", "2")
-    data, args, batches = worker.data, worker.args, []
+    make_imagenet(tmp_path)
+    args = flags(*imagenet_flags(tmp_path, 28, "--batch-size", "2", "--epochs", "2"))
+    data, client, batches = common.load_data(args), common.Client(0, np.array([7, 2, 11])), []
+    worker = engine.Worker(common.build_net("cnn", 3, 3, 28), data, args, 8)
 
     def local_update(worker, client, server, args):
         def step(x, y):

@@ -174,7 +174,6 @@ ATTEMPTS = [  # what a rank does, and how the line begins that it gets
     ('b, "--lr", ["0.05", "0.5"][RANK]', "--lr: 0.5 on rank 1, and 0.05 on rank 0"),
     ("b, script=[fedavg, scaffold][RANK]", "script: scaffold on rank 1, and fedavg on rank 0"),
     ('f"{FOLDER}/{RANK}"', "--out: FOLDER/1 on rank 1"),
-    ('a, *["--resume"] * RANK', "--resume: True on rank 1, and False on rank 0"),
     ('b, changed=(torch, "__version__", "67"[RANK])', "torch: 7 on rank 1, and 6 on rank 0"),
     ('b, changed=(common, "CORES", RANK + 1)', "threads of a worker: 2 on rank 1, and 1 on"),
     (

@@ -117,9 +117,6 @@ FLAGS = """
 --augment crop,spin | --augment; rotateDEGREES
 --augment crop,reflect-crop | --augment; crop or reflect-crop
 --workers many | --workers
---nonsense | --nonsense
---model vit | --model; resnet56
---device tpu | --device; cuda
 --device cuda | --device; no GPU
 --rounds NINES | --rounds; at most
 --model resnet18 --batch-size 1 | --batch-size; batch norm
@@ -153,9 +150,7 @@ fedcka --layers 99 | --layers; cnn has 7
 fedcka --batch-size 2 | --batch-size; at least 3
 fedmlb --pathways 9 | --pathways
 stochdepth | --model cnn; residual
-stochdepth --keep 1 | --model
 rfedavg_dp --noise 1 | --noise-clip
-rfedavg --noise 1 | --noise
 scaffold --correction gradient --persist-opt | --persist-opt
 fednova --persist-opt | argument --persist-opt
 fednova --optimizer rmsprop | argument --optimizer
