@@ -8,51 +8,36 @@ from conftest import TINY
 import common
 
 ROOT = pathlib.Path(common.__file__).parent
-METHODS = {  # script: most code lines that it may change against fedavg.py
-    "fedavg": 0,
-    "fedprox": 3,
-    "moon": 26,
-    "mixup": 13,
-    "stochdepth": 50,
-    "gradaug": 50,
-    "fedalign": 46,
-    "fedcka": 49,
-    "scaffold": 50,
-    "fednova": 22,
-    "fedmlb": 50,
-    "fedkd": 6,
-    "fitnet": 15,
-    "fedntd": 23,
-    "fedgkd": 22,
-    "feddyn": 33,
-    "rfedavg": 50,
-    "rfedavg_dp": 42,
-    "rfedavg_code": 47,
-    "qfedavg": 34,
-    "ditto": 11,
-    "fedper": 13,
-    "fedbn": 18,
-}
-OFF = {  # flags that switch a method off; the others have none, or round differently
-    "fedavg": [],
-    "fedprox": ["--mu", "0"],
-    "moon": ["--mu", "0"],
-    "mixup": ["--gamma", "0"],
-    "stochdepth": ["--keep", "1"],
-    "gradaug": ["--mu", "0"],
-    "fedalign": ["--mu", "0", "--clip", "0"],
-    "fedcka": ["--mu", "0"],
-    "fedmlb": ["--lambda1", "0", "--lambda2", "0"],
-    "fedkd": ["--gamma", "0"],
-    "fitnet": ["--gamma", "0"],
-    "fedntd": ["--ntd-beta", "0"],
-    "fedgkd": ["--gamma", "0"],
-    "feddyn": ["--dyn-alpha", "0", "--weighting", "samples"],
-    "rfedavg": ["--lam", "0"],
-    "rfedavg_dp": ["--lam", "0"],
-    "rfedavg_code": ["--lam", "0"],
-    "ditto": [],  # whose global network is FedAvg's
-}
+# script, most code lines that it may change against fedavg.py, and the flags that switch it off;
+# - has none, or rounds differently; the global network of ditto is FedAvg's
+TABLE = """
+fedavg | 0 |
+fedprox | 3 | --mu 0
+moon | 26 | --mu 0
+mixup | 13 | --gamma 0
+stochdepth | 50 | --keep 1
+gradaug | 50 | --mu 0
+fedalign | 46 | --mu 0 --clip 0
+fedcka | 49 | --mu 0
+scaffold | 50 | -
+fednova | 22 | -
+fedmlb | 50 | --lambda1 0 --lambda2 0
+fedkd | 6 | --gamma 0
+fitnet | 15 | --gamma 0
+fedntd | 23 | --ntd-beta 0
+fedgkd | 22 | --gamma 0
+feddyn | 33 | --dyn-alpha 0 --weighting samples
+rfedavg | 50 | --lam 0
+rfedavg_dp | 42 | --lam 0
+rfedavg_code | 47 | --lam 0
+qfedavg | 34 | -
+ditto | 11 |
+fedper | 13 | -
+fedbn | 18 | -
+"""
+ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
+METHODS = {name: int(most) for name, most, _ in ROWS}
+OFF = {name: off.split() for name, _, off in ROWS if off != "-"}
 RESNET = "--model resnet8 --local-steps 2 --clients 2 --batch-size 16 --rounds 1".split()
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 VARIANTS = [  # each script, and its variants with a code path of their own

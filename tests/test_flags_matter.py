@@ -273,6 +273,9 @@ def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
     argv = [*TINY, "--dataset", "mnist", "--out", tmp_path / "run", "--data-dir", tmp_path / "new"]
     refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new").mkdir()  # the user's own
+    refused(capsys, fedavg, argv, "mnist", "downloaded", "glyphs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
 @pytest.mark.parametrize(
