@@ -53,9 +53,7 @@ def train(folder, method, *argv, how="list", at=0):
 
 
 class World:
-    """Uncut runs of the METHODS, of two rounds and of four, and the data they were made from.
-
-    A run of method i and so many rounds lies in root/ROUNDS-i, its data without it in root/new."""
+    """Uncut runs of method i, so many rounds long, in root/ROUNDS-i; root/new has their data."""
 
     def __init__(self, root, seed):
         self.root, self.seed = root, seed
@@ -70,10 +68,7 @@ class World:
             self.operations.append(outcome.out.split())
 
     def plans(self):
-        """Return two lists of (method, how, at).
-
-        A loss of power at each rename and removal of SCAFFOLD's run, by which it commits something;
-        then all there are, at every operation of every method's run, shuffled."""
+        """Return lists of (method, how, at): power lost at SCAFFOLD's commits; all, shuffled."""
         found = [
             (i, how, at)
             for i in range(len(METHODS))

@@ -66,9 +66,7 @@ def copy_tree(folder):
 
 
 def run_tests(tree, tests, *options, seconds=SECONDS):
-    """Run tests of the tree; return the exceptions with which they end, and what pytest prints.
-
-    The exceptions are a set of names, empty where all pass, {"no end"} where nothing is known."""
+    """Return the set of exceptions with which tests end, {"no end"} if unknown, and the log."""
     # -B: a file of the same size and second would pass for the old one
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-rfE", "--tb=no"]
     command += ["-p", "no:cacheprovider", *options, *tests]

@@ -11,9 +11,6 @@ from runs import VARIES, assert_equal_runs
 import common
 import fedavg
 
-# what the engine does beside the method's steps and what test_loop.py has
-ENGINE = ["--augment rotate10,crop,flip", "--server adam", "--partition natural"]
-
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
@@ -35,7 +32,7 @@ def check(name, out, *argv):
     assert same(weights, SCRIPTS[name].main([*words, "--out", str(out)])[0].state_dict())
 
 
-@pytest.mark.parametrize("name, more", VARIANTS)
+@pytest.mark.parametrize("name, more", [*VARIANTS, ("fedavg", "--augment rotate10,crop,flip")])
 def test_every_method(tmp_path, unevaluated, name, more):
     """And two workers, whose run ends after two rounds and goes on, leave what one leaves."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -45,11 +42,6 @@ def test_every_method(tmp_path, unevaluated, name, more):
     SCRIPTS[name].main([*words, "--out", str(two)])
     SCRIPTS[name].main(["--resume", "--rounds", "3", "--out", str(two)])
     assert_equal_runs(one, two)
-
-
-@pytest.mark.parametrize("more", ENGINE)
-def test_the_engine(tmp_path, unevaluated, more):
-    check("fedavg", tmp_path / "run", "--rounds", "3", *more.split())
 
 
 @pytest.mark.parametrize(
