@@ -36,6 +36,12 @@ def small_glyphs(monkeypatch):
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def one_thread(monkeypatch):
+    """Give a worker one thread, however many there are: sums inside operators depend on it."""
+    monkeypatch.setattr(common, "CORES", 1)
+
+
 def same(a, b):
     """Return whether two state dicts are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -392,8 +392,7 @@ def saved(path, classes):
     return weights
 
 
-def test_init_starts_from_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "CORES", 1)  # sums inside operators depend on threads
+def test_init_starts_from_the_weights(tmp_path, one_thread):
     path, out = tmp_path / "init.pt", tmp_path / "run"
     weights, words = saved(path, 62), [*TINY, "--init", str(path), "--rounds", "1"]
     found = common.prepare_net(extras.glyphs.glyphs(), flags("--init", str(path)))

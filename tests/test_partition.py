@@ -278,9 +278,7 @@ def test_describe(tmp_path, capsys):
     argv = "--dataset femnist --partition natural --clients 6 --client-test".split()
     analysis_partition.main([*argv, "--data-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert "56 training" in lines[0]
-    assert "6 clients" in lines[1]
-    assert "3 to 20 each" in lines[1]
+    assert "56 training" in lines[0] and "6 clients" in lines[1] and "3 to 20 each" in lines[1]
     assert len(lines) == 9
     data = readers.femnist(tmp_path / "femnist")
     for line in lines[3:]:

@@ -12,10 +12,7 @@ import common
 import fedavg
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Give a worker one thread, however many there are: sums inside operators depend on it."""
-    monkeypatch.setattr(common, "CORES", 1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -64,12 +64,7 @@ def run_here(lines):
 STEPS = ["--rounds", "3", "--local-steps", "3", "--workers"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """A worker has one thread, as under torchrun."""
-    monkeypatch.setattr(common, "CORES", 1)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 RUNS = {  # each way that something travels: sums, records, states, a second synchronisation
     "killed": "scaffold",
     "momentum": "fedavg --persist-opt --client-test --server adam --save-clients",
