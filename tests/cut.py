@@ -22,9 +22,7 @@ HOW = {  # what happens at an operation: the exit codes that may follow
 
 
 class Cut:
-    """Counts the file operations of this process, and does something (HOW) at one of them.
-
-    how: a key of HOW, none, or list, which prints their names; at: from 1."""
+    """Counts a process' file operations, and does something (HOW; list: prints) at one."""
 
     def __init__(self, how, at, folder):
         self.how, self.at, self.folder = how, at, folder

@@ -100,16 +100,15 @@ def cell_folder(runs, cell):
 
 
 def run_compare(capsys, *argv):
-    """Run the command; return its exit code, stdout and stderr."""
     return run_main(capsys, compare.main, argv)
 
 
 def run_reproduce(capsys, *argv):
-    """Run the command; return its exit code, stdout and stderr."""
     return run_main(capsys, reproduce_command.main, argv)
 
 
 def run_main(capsys, main, argv):
+    """Run a command; return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as e:
         main([str(word) for word in argv])
     out, err = capsys.readouterr()

@@ -46,7 +46,6 @@ def make_tiny_imagenet(root, wnids=("n03", "n01", "n02"), size=64):
         for j in range(3):
             pixels = rng.integers(256, size=(size, size, 3)).astype(np.uint8)
             Image.fromarray(pixels).save(folder / "images" / f"{wnid}_{j}.JPEG")
-        (folder / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t9\t9\n")
         grey = Image.fromarray(np.full((size, size), 50 * i, np.uint8))  # grey ones exist
         grey.save(root / "val" / "images" / f"val_{i}.JPEG")
         lines.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t62\t62\n")

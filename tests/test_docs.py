@@ -171,16 +171,6 @@ def test_command_parses(block, words, tmp_path, monkeypatch):
     check_parses(words, tmp_path, monkeypatch)
 
 
-WRONG = """fedprox.py --nu 1; hessian_eval.py runs/a --nu 1; -m reproduce.compare --nu 1;
-    -m analysis.similarity runs/a --nu 1; -m reproduce fedalign 99"""
-
-
-@pytest.mark.parametrize("words", WRONG.split(";"))
-def test_a_wrong_flag_is_found(tmp_path, monkeypatch, words):
-    with pytest.raises((SystemExit, AssertionError, common.UserError)):
-        check_parses(words.split(), tmp_path, monkeypatch)
-
-
 # --- commands and Python blocks run
 
 

@@ -140,11 +140,9 @@ def test_weights_of_clients_without_training():
 
 
 def tiny_worker(*argv):
-    """Return a worker on glyphs, the data and the flags."""
-    args, data = flags(*argv), extras.glyphs.glyphs()
-    torch.manual_seed(0)
-    net = common.build_net(args.model, data.classes).to(memory_format=torch.channels_last)
-    return engine.Worker(net, data, args, 60), data, args
+    """Return a worker on glyphs."""
+    net = common.build_net("cnn", 62).to(memory_format=torch.channels_last)
+    return engine.Worker(net, extras.glyphs.glyphs(), flags(*argv), 60)
 
 
 def test_batches_of_a_round():
@@ -155,7 +153,7 @@ def test_batches_of_a_round():
 
 
 def test_local_update_yields_once():
-    worker, _, _ = tiny_worker("--local-steps", "1")
+    worker = tiny_worker("--local-steps", "1")
 
     def local_update(worker, client, server, args):
         for step in fedavg.local_update(worker, client, server, args):
@@ -169,8 +167,8 @@ def test_local_update_yields_once():
 
 def test_bf16_is_for_blocks_alone():
     """The logits, and what a method computes from them, are fp32; gradients outside are exact."""
-    worker, data, _ = tiny_worker("--precision", "bf16")
-    plain, x = common.build_net("cnn", 62), data.normalise(data.x[:8])
+    worker = tiny_worker("--precision", "bf16")
+    plain, x = common.build_net("cnn", 62), worker.data.normalise(worker.data.x[:8])
     plain.load_state_dict(worker.net.state_dict())
     out = worker.net(x)
     assert out.dtype == torch.float32
@@ -197,11 +195,10 @@ def test_bf16_is_for_blocks_alone():
 
 
 def test_convolutions_are_searched_for_full_batches_alone():
-    net, client = common.build_net("cnn", 62), common.Client(0, np.arange(40), {})
-    worker = engine.Worker(net, extras.glyphs.glyphs(), flags(), 8)
-    worker._begin(client, {"round": 1}, net.state_dict())
+    worker, seen = tiny_worker(), {}
+    client = common.Client(0, np.arange(40), {})
+    worker._begin(client, {"round": 1}, worker.global_net.state_dict())
     worker.search = True
-    seen = {}
 
     def step(x, y):
         seen[len(x)] = torch.backends.cudnn.benchmark
