@@ -161,7 +161,7 @@ def measure_pictures(run, net, batches, directions, args, bar):
 def analyse(run, args):
     """Return the result, arrays and pictures of a run, as runs.keep() takes them."""
     start, bar = time.perf_counter(), tqdm(unit="batch", disable=None)
-    net, everyone = run.best_net() if args.authors else run.net, np.concatenate(run.parts)
+    net, everyone = run.load_net(run.best) if args.authors else run.net, np.concatenate(run.parts)
     train, fixed = (Batches(run, everyone, args, bar, frozen) for frozen in (False, True))
     nets = {} if args.diagonal == "none" else {k: run.client_net(k) for k in run.clients}
     bar.set_description(f"{run.path}: eigenvalues")
@@ -174,7 +174,6 @@ def analyse(run, args):
     tol = TOLERANCE if args.authors else 0
     mean, error, probes = estimate(net, train, args, lambda d: d.sum(1), tol)
     result = {
-        "script": run.script,
         "accuracy": run.rows[-1]["best_acc" if args.authors else "test_acc"],
         "weights": "best.pt" if args.authors else "model.pt",
         "samples": train.samples,

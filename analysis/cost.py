@@ -98,12 +98,10 @@ class Worker(common.PlainWorker):
         self.counter, self.read = counter, {}
 
     def pin(self, name, value):
-        self.read[name] = super().pin(name, value)
-        return self.read[name]
+        return self.read.setdefault(name, super().pin(name, value))
 
     def frozen(self, name, weights=None):
-        self.read[name] = super().frozen(name, weights)
-        return self.read[name]
+        return self.read.setdefault(name, super().frozen(name, weights))
 
     def local_batches(self, client):
         """Yield a batch for the bare step, and one for each part that its variants add to it."""

@@ -39,15 +39,15 @@ def principal_components(z):
     return (u * s)[:, :2].numpy(), shares[:2].numpy()
 
 
-def tsne_coordinates(z, seed):
-    """Return the t-SNE of z, (samples, 2), or None, with a line, where scikit-learn is missing."""
+def tsne_plane(z, seed):
+    """Return {"tsne": (points, (samples, 2), names of axes)} of z, {} without scikit-learn."""
     try:
         from sklearn.manifold import TSNE
     except ImportError:
         tqdm.write("no t-SNE, which needs scikit-learn (pip install scikit-learn)")
-        return None
-    perplexity = min(30, (len(z) - 1) / 3)
-    return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(z.numpy())
+        return {}
+    tsne = TSNE(perplexity=min(30, (len(z) - 1) / 3), init="pca", random_state=seed)
+    return {"tsne": (tsne.fit_transform(z.numpy()), ["t-SNE 1", "t-SNE 2"])}
 
 
 def select_samples(run, client, args):
@@ -67,28 +67,26 @@ def select_samples(run, client, args):
 
 def analyse(run, args):
     """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
-    check_names(args, run)
+    if max(args.classes) >= run.data.classes:
+        why = f"{max(args.classes)} is no class of {run.args.dataset}'s {run.data.classes}, from 0"
+        raise common.UserError(f"argument --classes: {why}")
     nets = [run.client_net(k) for k in args.clients]
     index, labels = zip(*(select_samples(run, k, args) for k in args.clients))
-    bar = tqdm(nets, "features", disable=None)
-    z = [features(net, run.data, selected) for net, selected in zip(bar, index)]
-    arrays = {}
-    for k, own, label, selected in zip(args.clients, z, labels, index):
-        arrays |= {f"client_{k}": own.numpy(), f"label_{k}": label, f"index_{k}": selected}
+    z, arrays, bar = [], {}, tqdm(nets, "features", disable=None)
+    for k, net, label, selected in zip(args.clients, bar, labels, index):
+        z.append(features(net, run.data, selected))
+        arrays |= {f"client_{k}": z[-1].numpy(), f"label_{k}": label, f"index_{k}": selected}
     together, ends = torch.cat(z), np.cumsum(list(map(len, z)))[:-1]
     xy, shares = principal_components(together)
     planes = {"pca": (xy, [f"PC {i} ({v:.0%} of variance)" for i, v in enumerate(shares, 1)])}
-    xy = None if args.no_tsne else tsne_coordinates(together, args.seed)
-    if xy is not None:
-        planes["tsne"] = xy, ["t-SNE 1", "t-SNE 2"]
+    planes |= {} if args.no_tsne else tsne_plane(together, args.seed)
     names = run.data.names or [f"class {label}" for label in range(run.data.classes)]
     drawn = {
         key: (pictures.scatter, args.clients, labels, np.split(xy, ends), axes, names, run.title)
         for key, (xy, axes) in planes.items()
     }
-    result = {
-        "script": run.script,
-        **{name: getattr(args, name) for name in ("clients", "classes", "of", "seed")},
+    result = {name: getattr(args, name) for name in ("clients", "classes", "of", "seed")}
+    result |= {
         "samples": list(map(len, index)),
         "features": together.shape[1],
         "pca_variance": shares.tolist(),
@@ -96,36 +94,20 @@ def analyse(run, args):
     return result, arrays, drawn
 
 
-def check_names(args, run):
-    """Raise UserError for a class that the run's data set lacks, and for names that stand twice."""
-    for flag, values in (("clients", args.clients), ("classes", args.classes)):
-        if len(set(values)) < len(values):
-            raise common.UserError(f"argument --{flag}: names one twice")
-    if max(args.classes) >= run.data.classes:
-        why = f"{max(args.classes)} is no class of {run.args.dataset}'s {run.data.classes}, from 0"
-        raise common.UserError(f"argument --classes: {why}")
-
-
-def make_parser():
-    """Return the parser of this analysis' flags."""
+def main(argv=None):
+    """Write the features of a run's client models to its folder."""
     parser = common.PlainParser(__doc__, prog="analysis/features.py")
-    add = parser.add_argument
+    add, whose = parser.add_argument, "samples of all clients, or each model's own client's"
     numbers = {"type": common.integers(0), "default": [0, 1, 2]}
     add("run", metavar="RUN", help="folder of a finished run made with --save-clients")
     add("--clients", **numbers, metavar="K,...", help="whose models")
     add("--classes", **numbers, metavar="CLASS,...", help="whose samples")
-    whose = "samples of all clients, or each model's own client's"
     add("--of", default="all", choices=["all", "own"], help=whose)
     add("--samples", type=common.number(int, 2), default=500, help="at most so many for each model")
     add("--no-tsne", action="store_true", help="no t-SNE, which needs scikit-learn")
     add("--seed", type=common.SEED, default=0, help="of the samples, and of t-SNE")
     runs.add_run_flags(parser, "features")
-    return parser
-
-
-def main(argv=None):
-    """Write the features of a run's client models to its folder."""
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     with common.one_line_errors("analysis/features", "use fewer --samples or --device cpu"):
         result = runs.analyse(args.run, args, analyse)
     for client, samples in zip(args.clients, result["samples"]):

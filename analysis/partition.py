@@ -25,39 +25,32 @@ def main(argv=None):
     parts = common.partition(data, args)
     tests = partitions.client_test_indices(data, parts, args) if args.client_test else None
     counts = partitions.label_counts(data, parts)
-    print_summary(args, data, counts)
-    print_clients(counts, tests)
+    show(args, data, counts, tests)
     if args.plot:
         pictures.write(args.plot, pictures.label_counts, counts, data.names)
 
 
-def print_summary(args, data, counts):
-    """Print what the data set and the partition are. counts: (clients, classes) samples."""
+def show(args, data, counts, tests):
+    """Print what the data set and the partition are, and a table with a line a client.
+
+    counts: (clients, classes) samples. tests: the clients' test indices, or None."""
     sizes, classes = counts.sum(1), (counts > 0).sum(1)  # of each client
-    shape = "x".join(map(str, data.x.shape[1:]))
-    if data.words is not None:
-        shape = f"up to {data.x.shape[1]} words"
-    print(
-        f"{args.dataset}: {len(data.y):,} training and {len(data.y_test):,} test samples ({shape}) "
-        f"of {data.classes} classes\n"
-        f"{args.partition}: {len(counts)} clients with {sizes.sum():,} training samples, "
-        f"{sizes.min():,} to {sizes.max():,} each (mean {sizes.mean():,.1f}, deviation "
-        f"{sizes.std():,.1f}), of {classes.min()} to {classes.max()} classes"
-    )
+    words, pixels = f"up to {data.x.shape[1]} words", "x".join(map(str, data.x.shape[1:]))
+    shape = pixels if data.words is None else words
+    samples = f"{len(data.y):,} training and {len(data.y_test):,} test samples ({shape})"
+    print(f"{args.dataset}: {samples} of {data.classes} classes")
+    spread = f"(mean {sizes.mean():,.1f}, deviation {sizes.std():,.1f})"
+    each = f"{sizes.min():,} to {sizes.max():,} each {spread}"
+    samples = f"{sizes.sum():,} training samples, {each}, of {classes.min()} to {classes.max()}"
+    print(f"{args.partition}: {len(counts)} clients with {samples} classes")
     if args.moved:
         print(f"{args.moved:,} samples were moved so that each client has {args.min_size}")
-
-
-def print_clients(counts, tests):
-    """Print a table with a line a client. tests: the clients' test indices, or None."""
     header = f"{'client':>6} {'samples':>8} {'classes':>8} {'largest':>8}"
     print(header + (f" {'test':>8}" if tests else ""))
-    longest = counts.sum(1).max()
-    for k, row in enumerate(counts):
-        size = row.sum()
-        line = f"{k:6} {size:8,} {(row > 0).sum():8} {row.max() / size:8.0%}"
+    for k, (row, size) in enumerate(zip(counts, sizes)):
+        line = f"{k:6} {size:8,} {classes[k]:8} {row.max() / size:8.0%}"
         line += f" {len(tests[k]):8,}" if tests else ""
-        print(f"{line}  {'#' * max(1, round(50 * size / longest))}")
+        print(f"{line}  {'#' * max(1, round(50 * size / sizes.max()))}")
 
 
 if __name__ == "__main__":

@@ -121,10 +121,9 @@ def scatter(plt, clients, labels, xy, axis_names, names, title):
     """Return a figure of points, a panel a client; colours and markers are classes.
 
     labels, xy: of each of clients, (samples,) and (samples, 2). names: of all classes."""
+    options = {"sharex": True, "sharey": True, "squeeze": False}
     size = 2.6 * len(clients) + 0.8, 2.8
-    figure, (row,) = plt.subplots(
-        1, len(clients), figsize=size, sharex=True, sharey=True, squeeze=False
-    )
+    figure, (row,) = plt.subplots(1, len(clients), figsize=size, **options)
     for axes, client, own, points in zip(row, clients, labels, xy):
         for i, label in enumerate(np.unique(np.concatenate(labels))):
             style = {"color": COLOURS[i % 8], "marker": MARKERS[(i + i // 8) % 8]}
@@ -142,9 +141,8 @@ def label_counts(plt, counts, names=None):
     clients, classes = counts.shape
     width, height = np.clip((1.5 + 0.25 * clients, 1 + 0.25 * classes), (4, 3), (16, 10))
     figure, axes = plt.subplots(figsize=(width, height))
-    image = axes.imshow(
-        counts.T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest"
-    )
+    options = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
+    image = axes.imshow(counts.T, cmap="Blues", vmin=0, **options)
     axes.set(xlabel="client", ylabel="class")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)

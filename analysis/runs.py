@@ -1,17 +1,15 @@
 """Open finished runs, call a method's script without training, and keep results beside a run.
 
-This is what the analyses share. An analysis of a run reads the folder that a method's script wrote,
-and writes NAME.npz, NAME-KEY.pdf and, last, NAME.json into it, which is not overwritten while it is
-of the run's last round.
-"""
+An analysis of a run reads the folder that a method's script wrote, and writes NAME.npz,
+NAME-KEY.pdf and, last, NAME.json into it, which stays while it is of the run's last round."""
 
 import argparse
+import collections
 import dataclasses
 import importlib
 import io
 import json
 import pathlib
-from typing import NamedTuple
 
 import numpy as np
 import torch.nn as nn
@@ -39,15 +37,11 @@ def add_run_flags(parser, name):
     add("--name", type=file_name, default=name, help="of the files written to the run folder")
 
 
-class MethodCall(NamedTuple):
-    """What a script hands to common.run(): its parsed flags and its callbacks."""
-
-    args: argparse.Namespace
-    method: common.Method
+MethodCall = collections.namedtuple("MethodCall", "args method")
 
 
 def method_call(script, argv=()):
-    """Return the MethodCall of `python SCRIPT.py argv`, without training.
+    """Return what `python SCRIPT.py argv` hands to common.run(): parsed flags and common.Method.
 
     Raises UserError if script (a name without .py) is no method's, or does not take the flags."""
     if not script.isidentifier() or not (ROOT / f"{script}.py").is_file():
@@ -79,16 +73,8 @@ class FinishedRun:
     rows: list  # of metrics.jsonl
     best: dict  # the weights of the best round
     models: run_folder.States  # the clients' of the last round
-
-    @property
-    def clients(self):
-        """The ids of the clients of the last round."""
-        return self.rows[-1]["clients"]
-
-    @property
-    def title(self):
-        """A line above pictures: script, data set, model."""
-        return f"{self.script}, {self.args.dataset}, {self.args.model}"
+    clients: list  # the ids of the clients of the last round
+    title: str  # a line above pictures
 
     def client_net(self, client):
         """Return the network of a client (its id) after the last round; UserError if not kept."""
@@ -99,10 +85,6 @@ class FinishedRun:
             why = "missing; runs with --save-clients keep the client models of the last round"
             raise common.UserError(f"{self.models.folder}: {why}")
         return self.load_net(self.models.get(client))
-
-    def best_net(self):
-        """Return the network of the best round, as best.pt holds it."""
-        return self.load_net(self.best)
 
     def load_net(self, weights):
         """Return a copy of the network with weights, of the run. UserError for NaN or infinity."""
@@ -138,8 +120,9 @@ def open_run(path, device="auto", data_dir=None):
     run_folder.check_same(path, config, "data", digests)
     models = run_folder.States(path / "clients", "model")
     models.restore(state["models"], rows[-1]["round"])
-    fields = fed.data, fed.parts, fed.net, rows, state["best"], models
-    run = FinishedRun(path, config["script"], call.args, *fields)
+    title = ", ".join((config["script"], call.args.dataset, call.args.model))
+    what = path, config["script"], call.args, fed.data, fed.parts, fed.net, rows
+    run = FinishedRun(*what, state["best"], models, rows[-1]["clients"], title)
     run.net = run.load_net(state["net"])
     return run
 
@@ -159,16 +142,14 @@ def analyse(path, args, measure):
 
     args: those of add_run_flags() and more. UserError if the run has a result of that name."""
     if read_result(path, args.name):
-        file = pathlib.Path(path) / f"{args.name}.json"
-        raise common.UserError(f"{file}: exists already; give this analysis another --name")
+        why = "exists already; give this analysis another --name"
+        raise common.UserError(f"{pathlib.Path(path, args.name)}.json: {why}")
     run = open_run(path, args.device, args.data_dir)
-    result, arrays, drawn = measure(run, args)
-    keep(run, args.name, result, arrays, drawn)
-    return result
+    return keep(run, args.name, *measure(run, args))
 
 
 def keep(run, name, result, arrays=None, drawn=None):
-    """Write an analysis to the folder of a FinishedRun, and print the names of the files.
+    """Write an analysis to the folder of a FinishedRun, print the names of the files; return it.
 
     result: a dict, for NAME.json. arrays: {key: array}, for NAME.npz. drawn: {key: (draw, ...)} for
     NAME-KEY.pdf, by pictures.write(). NAME.json comes last and says of which round all of it is;
@@ -183,8 +164,9 @@ def keep(run, name, result, arrays=None, drawn=None):
             tqdm.write(f"wrote {run.path / name}-{key}.pdf")
         except Exception as e:
             tqdm.write(f"{run.path}: no picture {name}-{key}.pdf: {e}")
-    result = json.dumps({**result, "round": run.rows[-1]["round"]}, indent=1)
-    write(run.path / f"{name}.json", f"{result}\n".encode())
+    result = {"script": run.script, **result, "round": run.rows[-1]["round"]}
+    write(run.path / f"{name}.json", f"{json.dumps(result, indent=1)}\n".encode())
+    return result
 
 
 def write(path, content):

@@ -47,20 +47,18 @@ def gram(h):
 
 def layer_grams(net, x):
     """Yield the Gram matrix, (n, n), of the output of each of fedcka.layers(net) for inputs x."""
-    h = x
     for layer in fedcka.layers(net):
-        h = layer(h)
-        yield gram(h)
+        x = layer(x)
+        yield gram(x)
 
 
 def batch_hsics(net, others, x):
     """Return HSIC(K, L), HSIC(K, K), HSIC(L, L) on inputs x, (others, layers, 3).
 
     K is of net's layers, L of the same layers of each of others."""
-    own, rows = list(layer_grams(net, x)), []  # the only Gram matrices that stay in memory
-    for other in others:
-        for k, m in zip(own, layer_grams(other, x)):
-            rows.append(torch.stack([hsic(k, m), hsic(k, k), hsic(m, m)]))
+    own = list(layer_grams(net, x))  # the only Gram matrices that stay in memory
+    pairs = ((k, m) for other in others for k, m in zip(own, layer_grams(other, x)))
+    rows = [torch.stack([hsic(k, m), hsic(k, k), hsic(m, m)]) for k, m in pairs]
     return torch.stack(rows).unflatten(0, (len(others), -1))
 
 
@@ -80,27 +78,22 @@ def layer_names(net):
     names = []
     for name, block in net.named_children():
         inner = fedcka.layers([block])
-        parts = [f"{name}.{i + 1}" for i in range(len(inner))]
-        names += [name] if inner == [block] else parts
+        names += [name] if inner == [block] else [f"{name}.{i}" for i, _ in enumerate(inner, 1)]
     return names
 
 
 def analyse(run, args):
     """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
-    samples = len(run.data.x_test)
-    if samples < LEAST_SAMPLES:
-        raise common.UserError(f"{run.path}: CKA needs {LEAST_SAMPLES} test samples, not {samples}")
     nets = [run.client_net(k) for k in run.clients]
     parts = tqdm(run.data.x_test.split(BATCH), "test set", disable=None)
     batches = (common.channels_last(run.data.normalise(x)) for x in parts)
     values = layer_similarities(run.net, nets, batches)
     result = {
-        "script": run.script,
         "layers": layer_names(run.net),
         "clients": run.clients,
         "linear_cka": values.tolist(),
         "mean": values.mean(0).tolist(),
-        "test_samples": samples,
+        "test_samples": len(run.data.x_test),
     }
     return result, {}, {"layers": (pictures.layers, result["layers"], values, run.title)}
 
@@ -108,8 +101,8 @@ def analyse(run, args):
 def main(argv=None):
     """Compare the layers of a run's models, write the results to its folder and print them."""
     parser = common.PlainParser(__doc__, prog="analysis/similarity.py")
-    folder = "folder of a finished run made with --save-clients"
-    parser.add_argument("run", metavar="RUN", help=folder)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a finished run made with --save-clients")
     runs.add_run_flags(parser, "similarity")
     args = parser.parse_args(argv)
     with common.one_line_errors("analysis/similarity", advice="use --device cpu"):
