@@ -27,17 +27,7 @@ import common  # noqa: E402
 ROOT = pathlib.Path(common.__file__).resolve().parent
 DEFAULTS = "--dataset glyphs --model cnn --clients 10 --partition iid --epochs 1".split()
 TRAINING = ("train", "aggregate", "synchronise")  # parts of a round's seconds
-COLUMNS = {  # of the table: what is printed of a figure, and of which unit
-    "samples/s": ("{:10,.0f}", 1),
-    "train": ("{:7.2f}", 1),
-    "aggregate": ("{:9.2f}", 1),
-    "evaluate": ("{:8.2f}", 1),
-    "other": ("{:6.2f}", 1),
-    "MB up": ("{:8.1f}", 1e6),
-    "host GiB": ("{:8.2f}", 2**30),
-    "GPU GiB": ("{:8.2f}", 2**30),
-    "time": ("{:6.2f}", 1),
-}
+UNITS = {"MB up": 1e6, "host GiB": 2**30, "GPU GiB": 2**30}  # of what is printed
 
 
 def split(command):
@@ -59,18 +49,18 @@ def measure(ranks, script, flags, threads=None):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / f"{script}.py")]
         environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-        words = [*command, *flags, "--quiet", "--out", str(run)]
-        process = subprocess.Popen(words, env=environment)
+        command += [*flags, "--quiet", "--out", str(run)]
+        process = subprocess.Popen(command, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             print(f"{script} {shlex.join(flags)}: failed", file=sys.stderr)
             return None
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         config = json.loads((run / "config.json").read_text())
-    parts = [{"synchronise": 0.0, **row["seconds"]} for row in rows[1:] or rows]
+    rows = rows[1:] or rows
+    parts = [{"synchronise": 0.0, **row["seconds"]} for row in rows]
     seconds = {part: statistics.median(p[part] for p in parts) for part in parts[0]}
-    training = [sum(p[part] for part in TRAINING) for p in parts]
-    rates = [row["samples"] / time for row, time in zip(rows[1:] or rows, training)]
+    rates = [r["samples"] / sum(p[part] for part in TRAINING) for r, p in zip(rows, parts)]
     seconds["aggregate"] += seconds.pop("synchronise")
     figures = {"samples/s": statistics.median(rates), **seconds, "MB up": rows[-1]["bytes_up"]}
     figures["host GiB"] = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -81,10 +71,9 @@ def measure(ranks, script, flags, threads=None):
 
 def table_row(command, runs, first):
     """Return medians of a command's runs; first: those of the first command, turn by turn."""
-    columns = {name: [figures[name] for figures, _ in runs] for name in runs[0][0]}
-    pairs = zip(columns["samples/s"], first)
-    columns["time"] = [base["samples/s"] / rate for rate, (base, _) in pairs]
-    medians = {name: statistics.median(values) for name, values in columns.items()}
+    for (figures, _), (base, _) in zip(runs, first):
+        figures["time"] = base["samples/s"] / figures["samples/s"]
+    medians = {name: statistics.median(figures[name] for figures, _ in runs) for name in runs[0][0]}
     return {"command": command, "workers": runs[0][1]["workers"], **medians}
 
 
@@ -95,22 +84,21 @@ def main(argv=None):
     parser.add_argument("--rounds", type=common.number(int, 2), default=3, help="of a run")
     parser.add_argument("--repeats", type=common.COUNT, default=3, help="runs of each command")
     args, flags = parser.parse_known_args(argv)
-    lines = [split(command) for command in args.commands]
+    lines, turns = [split(command) for command in args.commands], []
     threads = 1 if any(ranks > 1 for ranks, *_ in lines) else None
     flags = [*DEFAULTS, "--rounds", str(args.rounds), *flags]
-    runs = [[] for _ in lines]
     for _ in range(args.repeats):
         turn = [measure(ranks, script, [*flags, *own], threads) for ranks, script, own in lines]
         if None in turn:
             return 1
-        for found, run in zip(runs, turn):
-            found.append(run)
+        turns.append(turn)
+    runs = list(zip(*turns))  # of each command
     table = [table_row(c, found, runs[0]) for c, found in zip(args.commands, runs)]
-    columns = {name: column for name, column in COLUMNS.items() if name in table[0]}
-    titles = [f"{name:>{len(form.format(0))}}" for name, (form, _) in columns.items()]
-    print(f"{'command':34}", *titles)
+    names = [name for name in table[0] if name not in ("command", "workers")]
+    print(f"{'command':34}", *(f"{name:>9}" for name in names))
     for row in table:
-        cells = [form.format(row[name] / unit) for name, (form, unit) in columns.items()]
+        values = [row[name] / UNITS.get(name, 1) for name in names]
+        cells = [f"{value:9,.{0 if value > 1000 else 2}f}" for value in values]
         print(f"{row['command']:34}", *cells)
     config = runs[0][-1][1]
     about = {"machine": config["device"], "torch": config["versions"]["torch"]}

@@ -21,6 +21,7 @@ where there are no graphs.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import csv
@@ -35,8 +36,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -48,7 +47,7 @@ import common  # noqa: E402
 import engine  # noqa: E402
 import run_folder  # noqa: E402
 import extras.glyphs  # noqa: E402
-from analysis import cost, runs  # noqa: E402
+from analysis import runs, synthetic  # noqa: E402
 
 SMALL = "--clients 4 --rounds 2 --epochs 2 --batch-size 32 --lr-decay 0.9 --quiet".split()
 CORRECT = """fedavg; fedprox; moon; mixup; stochdepth; gradaug; fedalign; fedcka; scaffold; fedmlb;
@@ -69,25 +68,27 @@ fedalign --precision fp32; fedalign --precision bf16; stochdepth; moon; gradaug 
 gradaug --subnets 2; gradaug --subnets 4; fedavg {GN}; fedavg {GN} --precision fp32;
 fedavg {GN} --precision bf16; fedmlb {GN}; feddyn {GN}; fedavg --model resnet50;
 fedavg --model cnn-mcmahan"""
+KERNELS = f"fedavg; fedavg --precision fp32; fedalign; gradaug --subnets 2; fedavg {GN}"
 CELL = "--clients 100 --sample 0.05 --partition dirichlet-balanced --alpha 0.3 --momentum 0"
-SHAPES = f"""fedavg {GN} --epochs 5 {CELL} --clip 10; fedmlb {GN} --epochs 5 {CELL} --clip 10;
+TABLE_5 = ["FedAvg", "FedProx", "MOON", *(f"GradAug(n={n})" for n in range(1, 5)), "FedAlign"]
+ROUNDS = f"""{"; ".join(TABLE_5)};
+fedavg {GN} --epochs 5 {CELL} --clip 10; fedmlb {GN} --epochs 5 {CELL} --clip 10;
 fedavg --model cnn-mcmahan --clients 100 --sample 0.1 --batch-size 50 --partition iid;
 fedavg --model cnn-mcmahan --clients 1000 --sample 0.05 --batch-size 10 --partition iid"""
-TABLE_5 = {  # row of the table: script
-    "FedAvg": "fedavg",
-    "FedProx": "fedprox",
-    "MOON": "moon",
-    "GradAug(n=1)": "gradaug --subnets 1",
-    "GradAug(n=2)": "gradaug --subnets 2",
-    "GradAug(n=3)": "gradaug --subnets 3",
-    "GradAug(n=4)": "gradaug --subnets 4",
-    "FedAlign": "fedalign",
+WAYS = {  # to run a case of correct
+    "graph": "--workers 1",
+    "eager": "--workers 1 --no-graph",
+    "three": "--workers 3",
+    "auto": "",
+    "plain": "--plain",
+    "cpu": "--workers 1 --device cpu",
 }
 EPOCHS = 4  # of Table 5's 20 that are run
 README = (
     "--dataset glyphs --model resnet8 --clients 10 --rounds 10 --epochs 1 --lr 0.1 --lr-decay 0.8"
 )
 TYPICAL = "fedalign --alpha 0.1 --clients 64 --sample 0.25"
+COMMANDS = f"readme; {TYPICAL} --epochs 5; {TYPICAL} --epochs 10"
 IMAGES = (50_000, 10_000)  # to train on, to test on; --small has fewer
 
 
@@ -96,99 +97,55 @@ IMAGES = (50_000, 10_000)  # to train on, to test on; --small has fewer
 
 def random_images(most=10**9):
     """Return random images of CIFAR-100's shape, at most so many to train on."""
-    samples, test = min(IMAGES[0], most), IMAGES[1]
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (samples + test, 3, 32, 32), dtype=torch.uint8, generator=draw)
-    y = torch.arange(samples + test) % 100
-    return common.Data(x[:samples], y[:samples], x[samples:], y[samples:], 100)
+    shape = argparse.Namespace(dataset="cifar100", image_size=None, seed=0)
+    return synthetic.images(shape, min(IMAGES[0], most), IMAGES[1])
 
 
-def random_text():
-    """Return sentences of 1 to 20 random words, with the parity of their sum as label."""
-    torch.manual_seed(0)
-    shown = torch.arange(20) < torch.randint(1, 21, (400, 1))
-    x = torch.randint(1, 50, (400, 20), dtype=torch.int16) * shown.short()
-    y = x.long().sum(1) % 2
-    return common.Data(x[:300], y[:300], x[300:], y[300:], 2, words=[str(i) for i in range(48)])
+def numbers(weights):
+    """Return all numbers of a state_dict as one vector on the CPU, in float64."""
+    return torch.cat([v.double().flatten().cpu() for v in weights.values()])
 
 
-def train(script, words, out, start=None, on_round=None, **own):
-    """Run a script on own data or network, if given; return (weights on the CPU, rows, config).
-
-    start: a dict that is given the weights before training."""
-
-    def run(args, local_update, aggregate=None, after_round=None, adapt=None):
-        def prepared(net, args):
-            if adapt:
-                adapt(net, args)
-            if start is not None:
-                start.update({k: v.clone() for k, v in net.state_dict().items()})
-
-        more = {**own, "on_round": on_round}
-        return common.run(args, local_update, aggregate, after_round, prepared, **more)
-
-    net, rows = importlib.import_module(script).main([*words, "--out", str(out)], run=run)
-    config = json.loads(pathlib.Path(out, "config.json").read_text())
-    return {k: v.cpu() for k, v in net.state_dict().items()}, rows, config
-
-
-def difference(a, b):
-    """Return the largest difference between two state_dicts."""
-    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
-
-
-def distance(a, b):
-    """Return the Euclidean distance of two state_dicts."""
-    return sum(float((a[k].double() - b[k].double()).square().sum()) for k in a) ** 0.5
+def train(script, words, out=None, **own):
+    """Run a script on own data or network, if given; return (its numbers, rows, config.json)."""
+    run = functools.partial(common.run, **own)
+    with tempfile.TemporaryDirectory() as folder:
+        out = out or f"{folder}/run"
+        net, rows = importlib.import_module(script).main([*words, "--out", out], run=run)
+        config = json.loads(pathlib.Path(out, "config.json").read_text())
+    return numbers(net.state_dict()), rows, config
 
 
 # --- the parts: each takes the words of a case and the device, and returns a dict of figures
 
 
-def synchronise(device):
-    """Wait for the GPU."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
 def correct(words, device):
     """Differences between the weights of a small run by CUDA graphs and by other ways."""
-    extras.glyphs.GLYPHS = (600, 200)
-    kind, own, start, found = words[0], {}, {}, {}
-    if kind == "text":
+    extras.glyphs.GLYPHS, own = (600, 200), {}
+    if words[0] == "text":
         _, *words = [*words, "--augment", "none", "--partition", "iid"]
-        own = {"data": random_text(), "net": common.build_net("lstm", 2, 50, 16)}
-        torch.nn.init.normal_(own["net"][0][0].vectors)
+        own = synthetic.text(400, 20)
     script, *flags = words
     flags = ["--dataset", "cifar10" if own else "glyphs", "--model", "resnet8", *SMALL, *flags]
-    flags += ["--deterministic", "--precision", "fp32"]
-    ways = {
-        "graph": ["--workers", "1", "--device", device],
-        "eager": ["--workers", "1", "--device", device, "--no-graph"],
-        "three": ["--workers", "3", "--device", device],
-        "auto": ["--device", device],
-        "plain": ["--device", device, "--plain"],
-        "cpu": ["--workers", "1", "--device", "cpu"],
-    }
-    one_core = mock.patch.object(common, "CORES", 1)  # on a CPU sums depend on the threads
-    with tempfile.TemporaryDirectory() as out, one_core:
-        for name, way in ways.items():
-            found[name] = train(script, [*flags, *way], pathlib.Path(out, name), start, **own)
-        cut = pathlib.Path(out, "resumed")
-        train(script, [*flags, *ways["graph"], "--rounds", "1"], cut, **own)
-        found["resumed"] = train(script, "--resume --rounds 2 --quiet".split(), cut, **own)
-    weights = {name: tree for name, (tree, *_) in found.items()}
-    graph = weights.pop("graph")
-    row = {name: difference(graph, tree) for name, tree in weights.items()}
-    row["of the move"] = distance(graph, weights["cpu"]) / distance(weights["cpu"], start)
-    row |= {"graphs": found["graph"][2]["graph"], "loss": found["graph"][1][-1]["train_loss"]}
+    flags += ["--deterministic", "--precision", "fp32", "--device", device]
+    call = runs.method_call(script, [*flags, "--device", "cpu"])
+    begun = common.begin(call.args, call.method.adapt, own.get("data"), own.get("net"))
+    found, start = {}, numbers(begun.net.state_dict())
+    with tempfile.TemporaryDirectory() as out, mock.patch.object(common, "CORES", 1):
+        for name, way in WAYS.items():
+            found[name] = train(script, [*flags, *way.split()], **own)
+        more, out = "--resume --rounds 2 --quiet".split(), f"{out}/run"
+        train(script, [*flags, "--workers", "1", "--rounds", "1"], out, **own)
+        found["resumed"] = train(script, more, out, **own)
+    (graph, rows, config), weights = found.pop("graph"), {k: run[0] for k, run in found.items()}
+    row = {name: float((v - graph).abs().max()) for name, v in weights.items()}
+    move = (weights["cpu"] - start).norm()
+    row["of the move"] = float((graph - weights["cpu"]).norm() / move)
+    row |= {"graphs": config["graph"], "loss": rows[-1]["train_loss"]}
     same = row["three"] == row["auto"] == row["resumed"] == 0
-    close = all(
-        torch.allclose(v.double(), weights[way][k].double(), rtol=1e-4, atol=1e-5)
-        for way in ("eager", "plain")
-        for k, v in graph.items()
-    )
-    return row | {"ok": close and same and row["graphs"] and row["of the move"] < 0.01}
+    near = functools.partial(torch.allclose, graph, rtol=1e-4, atol=1e-5)
+    close = near(weights["eager"]) and near(weights["plain"]) and row["of the move"] < 0.01
+    return row | {"ok": close and same and row["graphs"]}
 
 
 NCCL = """
@@ -205,41 +162,34 @@ def nccl(words, device):
     extras.glyphs.GLYPHS = (600, 200)
     script, *flags = words
     flags = ["--dataset", "glyphs", *SMALL, "--workers", "1", "--device", device, *flags]
+    flags += ["--deterministic", "--out"]
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 1 --no-python".split()
-    one_core = mock.patch.object(common, "CORES", 1)
-    with tempfile.TemporaryDirectory() as out, one_core:
-        alone = train(script, [*flags, "--deterministic"], pathlib.Path(out, "alone"))[0]
-        code = [sys.executable, "-c", NCCL.format(script=script)]
-        flags += ["--deterministic", "--out", f"{out}/ranks"]
-        command = [sys.executable, *torchrun, *code, *flags]
+    code = [sys.executable, "-c", NCCL.format(script=script)]
+    with tempfile.TemporaryDirectory() as out, mock.patch.object(common, "CORES", 1):
+        alone = train(script, flags[:-1])[0]
+        command = [sys.executable, *torchrun, *code, *flags, f"{out}/ranks"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        ranks = run_folder.load(pathlib.Path(out, "ranks", "model.pt"))
-        graphs = json.loads(pathlib.Path(out, "ranks", "config.json").read_text())["graph"]
-    off = difference(alone, ranks)
+        ranks = numbers(run_folder.load(pathlib.Path(out, "ranks", "model.pt")))
+        graphs = run_folder.read_config(pathlib.Path(out, "ranks"))["graph"]
+    off = float((alone - ranks).abs().max())
     return {"ranks": off, "graphs": graphs, "ok": graphs and not off}
 
 
 def command(words, device):
     """The README's command, of which a CPU gives 85.1%; or two_rounds() of another."""
-    script, *flags = words
-    if words[:1] != ["readme"]:
+    if words != ["readme"]:
         return two_rounds(words, device)
-    flags = [*README.split(), *flags, "--device", device, "--quiet"]
-    with tempfile.TemporaryDirectory() as out:
-        began = time.perf_counter()
-        _, rows, config = train("fedavg", flags, pathlib.Path(out, "run"))
-        seconds = time.perf_counter() - began
-    accuracy = rows[-1]["test_acc"]
-    figures = {"accuracy": accuracy, "seconds": seconds, "workers": config["workers"]}
-    return figures | {"ok": abs(accuracy - 85.1) < 4}
+    began = time.perf_counter()
+    _, rows, config = train("fedavg", [*README.split(), "--device", device, "--quiet"])
+    figures = {"accuracy": rows[-1]["test_acc"], "seconds": time.perf_counter() - began}
+    return figures | {"workers": config["workers"], "ok": abs(figures["accuracy"] - 85.1) < 4}
 
 
 def memory(words, device):
     """MiB after each round: what tensors hold of the GPU, and the process of the host; the peak."""
-    script, *flags = words
-    flags = ["--model", "resnet8", *SMALL, "--rounds", "50", *flags, "--device", device]
+    flags = ["--model", "resnet8", *SMALL, "--rounds", "50", *words[1:], "--device", device]
     held, host = [], []
 
     def on_round(row, net):
@@ -247,9 +197,7 @@ def memory(words, device):
         host.append(round(pages * mmap.PAGESIZE / 2**20, 1))
         held.append(0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**20, 1))
 
-    with tempfile.TemporaryDirectory() as out:
-        out, own = pathlib.Path(out, "run"), {"data": random_images(2000)}
-        _, rows, _ = train(script, flags, out, on_round=on_round, **own)
+    _, rows, _ = train(words[0], flags, data=random_images(2000), on_round=on_round)
     early = len(rows) // 5
     ok = held[-1] <= 1.02 * held[early] and host[-1] <= 1.05 * host[early]
     peak = rows[-1]["peak_memory"] / 2**30
@@ -258,13 +206,14 @@ def memory(words, device):
 
 def ms_of(device, rounds, steps):
     """Run so many steps of each of rounds, generators; return (ms a step, of it the host's)."""
-    synchronise(device)
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(steps):
         for batches in rounds:
             next(batches)
     host = time.perf_counter() - start
-    synchronise(device)
+    wait()
     return [1e3 * t / steps / len(rounds) for t in (time.perf_counter() - start, host)]
 
 
@@ -272,12 +221,11 @@ def seats(words, device, steps, short=False):
     """Return a function that seats so many workers of a script, and returns ms_of() their steps.
 
     short: on batches of a bit over half the size, in place of full ones."""
-    script, *flags = words
     wanted = f"--dataset cifar100 --device {device} --augment crop,flip --local-steps {steps}"
-    call = runs.method_call(script, [*wanted.split(), *flags])
+    call = runs.method_call(words[0], [*wanted.split(), *words[1:]])
     size = call.args.batch_size
     samples = size // 2 + 5 if short else 4 * size
-    data = cost.images(call.args, 8 * samples).to(common.set_up_device(call.args))
+    data = synthetic.images(call.args, 8 * samples).to(common.set_up_device(call.args))
     net = common.prepare_net(data, call.args, call.method.adapt)
     server = {"round": 2, "clients": list(range(8))}
     weights, workers, parts = net.state_dict(), [], np.split(np.arange(8 * samples), 8)
@@ -285,12 +233,11 @@ def seats(words, device, steps, short=False):
     def seated(count):
         while len(workers) < count:
             workers.append(engine.Worker(net, data, call.args, steps))
-        clients = [common.Client(k, part, {}, 1 / 8) for k, part in enumerate(parts)]
-        rounds = [
-            worker.train(client, server, weights, call.method.local_update)
-            for worker, client in zip(workers[:count], clients)
-        ]
-        return functools.partial(ms_of, device, rounds)
+        return functools.partial(ms_of, device, [*map(begin, range(count))])
+
+    def begin(k):
+        client = common.Client(k, parts[k], {}, 1 / 8)
+        return workers[k].train(client, server, weights, call.method.local_update)
 
     return seated
 
@@ -331,10 +278,8 @@ def kernels(words, device):
 
 def two_rounds(words, device):
     """Seconds of two rounds on random images, to train and aggregate: the first one captures."""
-    script, *flags = words
-    flags = [*flags, "--rounds", "2", "--eval-every", "2", "--device", device, "--quiet"]
-    with tempfile.TemporaryDirectory() as out:
-        _, rows, config = train(script, flags, pathlib.Path(out, "run"), data=random_images())
+    flags = [*words[1:], "--rounds", "2", "--eval-every", "2", "--device", device, "--quiet"]
+    _, rows, config = train(words[0], flags, data=random_images())
     times = [row["seconds"]["train"] + row["seconds"]["aggregate"] for row in rows]
     return {
         "first": times[0],
@@ -352,8 +297,8 @@ def rounds(words, device):
     if words[0] not in TABLE_5:
         return two_rounds(words, device)
     label, *more = words
-    script, *flags = TABLE_5[label].split()
-    row = two_rounds([script, *flags, "--drop-last", "--epochs", str(EPOCHS), *more], device)
+    script = label.lower().replace("(n=", " --subnets ").removesuffix(")").split()
+    row = two_rounds([*script, "--drop-last", "--epochs", str(EPOCHS), *more], device)
     row["20 epochs"] = row["second"] * 20 / EPOCHS
     row["paper"] = papers_seconds()[label]
     return row | {"paper / ours": row["paper"] / row["20 epochs"]}
@@ -371,39 +316,21 @@ def listed(text):
     return [" ".join(case.split()) for case in text.split(";")]
 
 
-class Part(NamedTuple):
-    """A function of (words, device), its cases, and its small one."""
-
-    measure: Callable
-    cases: list
-    small: str
-    jobs: int = 1  # cases at a time, of those that measure no time
-
-
-KERNELS = ["fedavg", "fedavg --precision fp32", "fedalign", "gradaug --subnets 2", f"fedavg {GN}"]
-COMMANDS = ["readme", f"{TYPICAL} --epochs 5", f"{TYPICAL} --epochs 10"]
-ROUNDS = [*TABLE_5, *listed(SHAPES)]
 FEW = "--clients 4 --epochs 1"  # of the small cases
+# a function of (words, device), its cases, a small one; cases at a time, where no time is measured
+Part = collections.namedtuple("Part", "measure cases small jobs", defaults=[1])
 PARTS = {
-    "correct": Part(correct, listed(CORRECT), f"text fedprox {FEW}", 6),
-    "nccl": Part(nccl, ["fedavg --model resnet8", "rfedavg --model cnn"], "fedavg --model cnn"),
+    "correct": Part(correct, CORRECT, f"text fedprox {FEW}", 6),
+    "nccl": Part(nccl, "fedavg --model resnet8; rfedavg --model cnn", "fedavg --model cnn"),
     "command": Part(command, COMMANDS, f"{TYPICAL} --model cnn {FEW}"),
-    "memory": Part(memory, ["fedavg", "gradaug", "moon"], "fedavg --rounds 5 --epochs 1", 3),
+    "memory": Part(memory, "fedavg; gradaug; moon", "fedavg --rounds 5 --epochs 1", 3),
     "rounds": Part(rounds, ROUNDS, f"FedAvg --model cnn {FEW}"),
-    "steps": Part(steps, listed(STEPS), "fedprox --model cnn --batch-size 8"),
+    "steps": Part(steps, STEPS, "fedprox --model cnn --batch-size 8"),
     "kernels": Part(kernels, KERNELS, "fedavg --model cnn --batch-size 8"),
 }
 
 
 # --- the command
-
-
-def cases_of(name, args):
-    """Return the cases of a part that args ask for."""
-    part = PARTS[name]
-    cases = [case for case in ([part.small] if args.small else part.cases) if args.only in case]
-    both = args.compile and name in ("steps", "kernels")
-    return [way + case for case in cases for way in ["", "compiled "][: 1 + both]]
 
 
 def run_case(name, case, args):
@@ -423,16 +350,13 @@ def run_case(name, case, args):
 
 
 def here(name, case, args):
-    """Run a case in this process; a SystemExit is an error like others."""
+    """Run a case in this process. Return its figures."""
     words, compiled, seen = case.split(), contextlib.nullcontext(), {}
     if words[:1] == ["compiled"]:
         _, *words = words
         compiled = mock.patch.object(engine.Worker, "copy", compiled_copy)
-    try:
-        with compiled, watched(seen):
-            return PARTS[name].measure(words, args.device) | seen
-    except SystemExit as e:
-        raise RuntimeError(f"exit code {e.code}") from None
+    with compiled, watched(seen):
+        return PARTS[name].measure(words, args.device) | seen
 
 
 @contextlib.contextmanager
@@ -452,10 +376,8 @@ def watched(seen):
         if not worker.compares:
             seen.update(ok=False, error="it has no memory to compare its graphs")
 
-    with (
-        mock.patch.object(engine, "replay_error", noted),
-        mock.patch.object(engine.Worker, "_prepare", prepared),
-    ):
+    patched = mock.patch.object(engine.Worker, "_prepare", prepared)
+    with patched, mock.patch.object(engine, "replay_error", noted):
         yield
 
 
@@ -471,7 +393,7 @@ def compiled_copy(worker):
 def in_a_process(name, case, args):
     """Run a case in a process of its own. Return what it prints last."""
     words = [sys.executable, __file__, name, "--case", case, "--device", args.device]
-    words += ["--small"] if args.small else []
+    words += ["--small"] * args.small
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, start_new_session=True, **pipes) as process:
         try:
@@ -482,12 +404,12 @@ def in_a_process(name, case, args):
     if process.returncode:
         raise RuntimeError(err)
     said = [line[:200] for line in err.splitlines() if "Warning" in line or "CUDA" in line]
-    figures = json.loads(out.splitlines()[-1])
-    return figures | ({"warned": sorted(set(said))} if said else {})
+    return json.loads(out.splitlines()[-1]) | ({"warned": sorted(set(said))} if said else {})
 
 
-def parse_flags(argv):
-    """Return the flags of argv; exits for a part that there is not, and for a GPU that is not."""
+def main(argv=None):
+    """Run the cases of the parts, each a line of JSON. Return the exit code."""
+    global IMAGES
     parser = common.PlainParser(__doc__, prog="benchmarks/gpu.py")
     add, on_off = parser.add_argument, argparse.BooleanOptionalAction
     add("parts", nargs="+", metavar="PART", choices=PARTS, help=f"of {', '.join(PARTS)}")
@@ -498,23 +420,18 @@ def parse_flags(argv):
     add("--limit", type=common.number(int, 1), default=300, help="seconds of a case")
     add("--processes", action=on_off, default=True, help="run each case in a process of its own")
     add("--case", help=argparse.SUPPRESS)  # what such a process runs
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    """Run the cases of the parts, each a line of JSON. Return the exit code."""
-    global IMAGES
-    args = parse_flags(argv)
-    if args.small:
-        IMAGES = (400, 50)
+    args, fine = parser.parse_args(argv), []
+    IMAGES = (400, 50) if args.small else IMAGES
     if args.case is not None:
         print(json.dumps(here(args.parts[0], args.case, args)))
         return 0
-    fine = []
     for name in args.parts:
-        run = functools.partial(run_case, name, args=args)
-        with concurrent.futures.ThreadPoolExecutor(PARTS[name].jobs) as pool:
-            fine += (pool.map if args.processes else map)(run, cases_of(name, args))
+        part, run = PARTS[name], functools.partial(run_case, name, args=args)
+        cases = [c for c in listed(part.small if args.small else part.cases) if args.only in c]
+        if args.compile and name in ("steps", "kernels"):
+            cases = [way + case for case in cases for way in ("", "compiled ")]
+        with concurrent.futures.ThreadPoolExecutor(part.jobs) as pool:
+            fine += (pool.map if args.processes else map)(run, cases)
     return int(not fine or not all(fine))
 
 

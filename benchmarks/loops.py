@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
@@ -54,9 +55,7 @@ def federated(args, data):
 def new_net(args, data):
     """Return the network that args name for data, on args.device, with weights of args.seed."""
     torch.manual_seed(args.seed)
-    channels, size = data.x.shape[1], data.x.shape[-1]
-    net = common.build_net(args.model, data.classes, channels, size, args.projection)
-    return net.to(args.device)
+    return common.net_for(data, args).to(args.device)
 
 
 def plain_sgd(net, args):
@@ -112,8 +111,6 @@ class Images(Dataset):
         return len(self.y)
 
     def __getitem__(self, i):
-        from PIL import Image
-
         return self.transform(Image.fromarray(self.x[i])), self.y[i]
 
 

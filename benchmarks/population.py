@@ -38,15 +38,6 @@ import run_folder  # noqa: E402
 SAMPLED, SAMPLES, FEATURES = 50, 4, 256  # clients a round, images a client, width of features
 FLAGS = "--partition iid --local-steps 1 --batch-size 4 --eval-every 1000000 --device cpu --quiet"
 BEYOND = ("aggregate", "synchronise", "other")  # parts of a round beyond training
-COLUMNS = {  # of the table: what is printed of a figure
-    "start": "{:8.2f}",
-    "round": "{:8.4f}",
-    "checkpoint": "{:10.3f}",
-    "MB": "{:8.2f}",
-    "resume": "{:8.2f}",
-    "peak GB": "{:8.2f}",
-    "growth MB": "{:9.1f}",
-}
 
 
 def small_data(clients):
@@ -68,13 +59,11 @@ def timed(owner, name):
     """Let each call of owner.name add its seconds to a list. Return the list."""
     call, seconds = getattr(owner, name), []
 
-    @functools.wraps(call)
     def wrapper(*words, **options):
         start = time.perf_counter()
-        try:
-            return call(*words, **options)
-        finally:
-            seconds.append(time.perf_counter() - start)
+        found = call(*words, **options)
+        seconds.append(time.perf_counter() - start)
+        return found
 
     setattr(owner, name, wrapper)
     return seconds
@@ -127,33 +116,25 @@ def measure(script, clients, rounds, flags):
     }
 
 
-def parse_flags(argv):
-    """Return this benchmark's own flags, with scripts a list, and all others, of the scripts."""
+def main(argv=None):
+    """Measure all scripts at all populations; print the table, and the same as JSON."""
     parser = common.PlainParser(__doc__, prog="population.py")
     add, populations = parser.add_argument, "100,1000,10000,100000,1000000"
     add("--scripts", default="fedavg,scaffold,moon,rfedavg", metavar="LIST")
     add("--populations", type=common.integers(1), default=populations, metavar="LIST")
     add("--rounds", type=common.number(int, 3), default=20, help="rounds of a run")
     args, flags = parser.parse_known_args(argv)
-    args.scripts = args.scripts.split(",")
-    for script in args.scripts:
+    scripts, table = args.scripts.split(","), []
+    for script in scripts:
         if not pathlib.Path(common.__file__).with_name(f"{script}.py").is_file():
             parser.error(f"argument --scripts: there is no {script}.py")
-    return args, flags
-
-
-def main(argv=None):
-    """Measure all scripts at all populations; print the table, and the same as JSON."""
-    args, flags = parse_flags(argv)
-    titles = [f"{name:>{len(form.format(0))}}" for name, form in COLUMNS.items()]
-    print(f"{'script':10} {'clients':>10} ", *titles)
-    table = []
     for clients in args.populations:
-        for script in args.scripts:
-            row = measure(script, clients, args.rounds, flags)
-            table.append(row)
-            cells = [form.format(row[name]) for name, form in COLUMNS.items()]
-            print(f"{script:10} {clients:10,} ", *cells, flush=True)
+        for script in scripts:
+            table.append(measure(script, clients, args.rounds, flags))
+            if len(table) == 1:
+                print(*(f"{name:>10}" for name in table[0]))
+            script, clients, *figures = table[-1].values()
+            print(f"{script:>10} {clients:10,}", *(f"{v:10.4g}" for v in figures), flush=True)
     about = {"machine": run_folder.hardware("cpu"), "torch": torch.__version__}
     about |= {"commit": run_folder.commit(), "rounds": args.rounds, "flags": flags}
     print(json.dumps({**about, "table": table}))
