@@ -107,12 +107,12 @@ def close(found, expected, **tolerance):
     return all(torch.allclose(a, b, **tolerance) for a, b in zip(found, expected, strict=True))
 
 
-def check_step(worker, step, x, y, twin, total):
+def check_step(worker, step, x, y, twin, total, **tolerance):
     """Check a step's loss and gradient against total, an expression in twin's parameters."""
     expected = torch.autograd.grad(total, list(twin.parameters()))
     loss, grads = gradients(worker, step, x, y)
-    assert loss == pytest.approx(total.item(), rel=1e-9)
-    assert close(grads, expected)
+    assert loss == pytest.approx(total.item(), rel=tolerance.get("rtol", 1e-9))
+    assert close(grads, expected, **tolerance)
 
 
 def twins(worker, w):

@@ -99,6 +99,15 @@ def test_two_subnetworks(monkeypatch):
     assert forward == flops.get_total_flops() / 2 / 2 == 153_691_744
 
 
+def test_an_lstm_counts_as_a_layer(monkeypatch):
+    """Two of 256 on 7 words of 300 numbers, then two classes; none of it are other products."""
+    data = synthetic.text(8, 7)["data"]
+    data.x.clamp_(min=1)  # no sentence is shorter
+    monkeypatch.setattr(common, "load_data", lambda args: data)
+    macs, *_ = counts("fedavg", *"--dataset sent140 --vectors random".split(), model="lstm")
+    assert macs["forward"] == 7 * 4 * 256 * (300 + 3 * 256) + 2 * 256 and macs["products"] == 0
+
+
 def test_images_need_no_files():
     """They have the channels by which their data set is normalised, and its size."""
     sizes = {"mnist": 28, "emnist": 28, "femnist": 28, "tiny-imagenet": 64, "imagenet-200": 224}

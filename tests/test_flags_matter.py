@@ -128,7 +128,7 @@ CANNOT = {  # neither weights nor rows: what it does instead, or where it is tes
     "--leak": "of tweets: test_data_files.test_sent140_leak",
     "--vectors": "of tweets: test_data_files.test_word_vectors",
     "--device": "of a GPU: test_cuda",
-    "--graph": "of a GPU, where it changes the time alone: test_cuda",
+    "--graph": "of a GPU, where it changes the time alone: test_graphs",
     "--deterministic": "of a GPU: test_cuda.test_gpu_off_is_fedavg",
     "--workers": "the time alone: test_plain.test_every_method",
     "--plain": "the time alone: test_plain",

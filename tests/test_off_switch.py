@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TINY, args_of, same
+from conftest import args_of, same
 from methods import OFF, RESNET, SCRIPTS, final, plain_final
 
 import common
@@ -12,17 +12,13 @@ import common
 ON_RESNET = "stochdepth gradaug fedalign fedcka fedmlb mixup rfedavg rfedavg_code rfedavg_dp ditto"
 
 
-@pytest.mark.parametrize(
-    "name, model",
-    [
-        *((name, "cnn") for name in OFF if name != "stochdepth"),
-        *((name, "resnet8") for name in ON_RESNET.split()),
-    ],
-)
+CASES = [(name, "cnn") for name in OFF if name != "stochdepth"]
+CASES += [(name, "resnet8") for name in ON_RESNET.split()]
+
+
+@pytest.mark.parametrize("name, model", CASES)
 def test_off_is_fedavg(tmp_path, name, model):
-    flags = ["--model", model, "--sample", "0.5", "--epochs", "2"]
-    if model == "resnet8":
-        flags = [*RESNET]
+    flags = ["--model", "cnn", "--sample", "0.5", "--epochs", "2"] if model == "cnn" else [*RESNET]
     if name == "moon":
         flags += ["--projection", "256"]
     if name == "fedmlb":
@@ -58,30 +54,25 @@ def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
     assert all(torch.allclose(a[k], b[k], atol=1e-6) for k in a)
 
 
-def test_shared_flags_of_a_method():
-    """Clips and weightings that papers ask for."""
-    assert args_of(SCRIPTS["fedalign"]).clip == 10
-    assert args_of(SCRIPTS["feddyn"]).weighting == "uniform"
-    assert args_of(SCRIPTS["moon"]).projection == 256
+DEFAULTS = """scaffold: correction=step; scaffold --momentum 0: correction=gradient;
+scaffold --momentum 0 --optimizer rmsprop: correction=step; fedntd: ntd_beta=0.3;
+fedntd --weighting-rule sum: ntd_beta=1; fedmlb: weighting=samples;
+fedmlb --dyn-alpha 0.1: weighting=uniform; feddyn: weighting=uniform; fedalign: clip=10;
+fedmlb --dyn-alpha 0.1 --weighting samples: weighting=samples;
+gradaug --subnets 1: mu=2; gradaug --subnets 2: mu=1.75; gradaug --subnets 3: mu=1.5;
+gradaug --subnets 4: mu=1.25; moon --model cnn: projection=0; moon: projection=256;
+fedavg --server adam: server_lr=0.01 server_momentum=0.9;
+fedavg --server yogi: server_lr=0.01 server_momentum=0.9;
+fedavg --server avgm: server_lr=1 server_momentum=0.4"""
 
 
-def test_defaults_that_follow_other_flags():
-    def of(name, argv=""):
-        return args_of(SCRIPTS[name], *TINY, *argv.split())
-
-    assert of("scaffold").correction == "step"
-    assert of("scaffold", "--momentum 0").correction == "gradient"
-    assert of("scaffold", "--momentum 0 --optimizer rmsprop").correction == "step"
-    assert of("fedntd").ntd_beta == 0.3
-    assert of("fedntd", "--weighting-rule sum").ntd_beta == 1
-    assert of("fedmlb").weighting == "samples"
-    assert of("fedmlb", "--dyn-alpha 0.1").weighting == "uniform"
-    assert of("fedmlb", "--dyn-alpha 0.1 --weighting samples").weighting == "samples"
-    assert [of("gradaug", f"--subnets {n}").mu for n in "1234"] == [2.0, 1.75, 1.5, 1.25]
-    assert of("moon").projection == 0
-    for server, lr, momentum in (("adam", 0.01, 0.9), ("yogi", 0.01, 0.9), ("avgm", 1, 0.4)):
-        found = of("fedavg", f"--server {server}")
-        assert (found.server_lr, found.server_momentum) == (lr, momentum)
+@pytest.mark.parametrize("line", DEFAULTS.split(";"))
+def test_defaults_that_follow_other_flags(line):
+    """And those that papers ask for."""
+    (name, *argv), defaults = (part.split() for part in line.split(": "))
+    args = vars(args_of(SCRIPTS[name], *argv))
+    for name, value in (default.split("=") for default in defaults):
+        assert args[name] == (float(value) if value[0].isdigit() else value)
 
 
 def test_bytes_of_qfedavg_fednova_and_noisy_rfedavg(tmp_path):

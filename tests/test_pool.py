@@ -4,6 +4,7 @@ import ctypes
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -32,26 +33,23 @@ def test_threads_wait_for_a_slow_first_client():
             go.wait(30)
         return client
 
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(pool.train(range(40), start)))
-    thread.start()
-    end = time.monotonic() + 20
-    while len(begun) < 8 and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    assert sorted(begun) == list(range(8))
-    go.set()
-    thread.join(30)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: list(pool.train(range(40), start)))
+        end = time.monotonic() + 20
+        while len(begun) < 8 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert sorted(begun) == list(range(8))
+        go.set()
+        assert found.result(30) == list(range(40))
     pool.close()
-    assert found == list(range(40))
 
 
 @pytest.mark.parametrize("slow", [0, 17])
 def test_streams_wait_for_a_slow_client(slow):
     """The same where one thread feeds all workers in turn."""
-    pool, begun, found = pool_of(1), [], []
+    pool, begun, found, most = pool_of(1), [], [], 0
     pool.workers = [object(), object()]
-    most = 0
 
     def start(worker, client):
         begun.append(client)

@@ -26,6 +26,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections import Counter
 from unittest import mock
 
 import torch
@@ -37,23 +38,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import common  # noqa: E402
 import run_folder  # noqa: E402
 import extras.glyphs  # noqa: E402
+from analysis import synthetic  # noqa: E402
 from methods import METHODS, VARIANTS, needed  # noqa: E402
 
 aten, CUDA = torch.ops.aten, torch.device("cuda:0")
 COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-WAITING = {
-    aten._local_scalar_dense,  # .item(), float(), bool()
-    aten.is_nonzero,
-    aten.nonzero,
-    aten.masked_select,
-    aten.equal,
-    aten.bincount,
-    aten.histc,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-}
+WAITING = "is_nonzero nonzero masked_select equal bincount histc _unique2 unique_dim".split()
+WAITING += ["unique_consecutive", "_local_scalar_dense"]  # the last: .item(), float(), bool()
+WAITING = {getattr(aten, name) for name in WAITING}
 
 
 class Machine:
@@ -61,7 +54,7 @@ class Machine:
 
     def __init__(self, memory=(80 * 2**30, 80 * 2**30), reserved=8 * 2**30):
         self.faults, self.memory, self.reserved = [], memory, reserved
-        self.host, self.streams = {}, []  # the host's clock: what it knows to be done
+        self.host, self.streams = Counter(), []  # the host's clock: what it knows to be done
         self.blocks, self.pinned = weakref.WeakValueDictionary(), weakref.WeakValueDictionary()
         self.capture, self.graphs, self.replays, self.watched = None, [], 0, False
         self.current, self.on = None, True
@@ -75,7 +68,7 @@ class Machine:
         if self.capture:
             self.fault(f"{what} inside a capture")
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
-        merge(self.host, current_stream().clock)
+        self.host |= current_stream().clock
 
 
 gpu = Machine()
@@ -90,19 +83,16 @@ def key(tensor):
 
 
 class Stream:
-    """A stream, with a clock {stream: how far of it is done when this one goes on}."""
+    """A stream, with a clock {stream: how far of it is done when this one goes on}.
+
+    Clocks are Counters: | takes the larger numbers, and a <= b says that b knows all of a."""
 
     def __init__(self, device=None):
-        self.number, self.clock = len(gpu.streams), {}
+        self.number, self.clock = len(gpu.streams), Counter()
         gpu.streams.append(self)
 
     def wait_stream(self, other):
-        merge(self.clock, other.clock)
-
-
-def merge(clock, other):
-    for number, moment in other.items():
-        clock[number] = max(clock.get(number, 0), moment)
+        self.clock |= other.clock
 
 
 @contextlib.contextmanager
@@ -120,7 +110,7 @@ def current_stream(device=None):
 
 def synchronize(device=None):
     for each in gpu.streams:
-        merge(gpu.host, each.clock)
+        gpu.host |= each.clock
 
 
 class Block:
@@ -129,34 +119,28 @@ class Block:
     def __init__(self, size):
         self.bytes = size
         self.gpu, self.stream = gpu, current_stream()
-        self.written, self.read, self.graph = {}, {}, gpu.capture
+        self.written, self.read, self.graph = Counter(), Counter(), gpu.capture
 
     def __del__(self):
-        known = self.stream.clock | {}
-        merge(known, self.gpu.host)
-        if self.gpu.on and not self.graph and late(self.written | self.read, known):
+        done = self.written | self.read <= self.stream.clock | self.gpu.host
+        if self.gpu.on and not self.graph and not done:
             self.gpu.fault("memory is freed while another stream may use it")
-
-
-def late(uses, clock):
-    """Return whether uses, {stream: when}, hold one that clock does not know to be done."""
-    return any(clock.get(number, 0) < when for number, when in uses.items())
 
 
 def use(read, written, what):
     """Let the current stream read and write blocks; note races."""
     now = current_stream()
-    merge(now.clock, gpu.host)
-    now.clock[now.number] = now.clock.get(now.number, 0) + 1
-    use = {now.number: now.clock[now.number]}
+    now.clock |= gpu.host
+    now.clock[now.number] += 1
+    use = Counter({now.number: now.clock[now.number]})
     for block in read:
-        if late(block.written, now.clock):
+        if not block.written <= now.clock:
             gpu.fault(f"race: {what} reads what another stream writes")
         block.read |= use
     for block in written:
-        if late(block.written, now.clock) or late(block.read, now.clock):
+        if not block.written | block.read <= now.clock:
             gpu.fault(f"race: {what} writes what another stream uses")
-        block.written, block.read = use, {}
+        block.written, block.read = use, Counter()
 
 
 # --- tensors
@@ -172,18 +156,12 @@ class Virtual(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device="cpu",
-        )
+        places = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        kind = {"dtype": inner.dtype, "device": "cpu"}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **places, **kind)
         self.held, self.block = inner, gpu.blocks.get(key(inner))
         if self.block is None:
-            size = inner.untyped_storage().nbytes()
-            self.block = gpu.blocks[key(inner)] = Block(size)
+            self.block = gpu.blocks[key(inner)] = Block(inner.untyped_storage().nbytes())
         return self
 
     def __deepcopy__(self, memo):
@@ -203,7 +181,7 @@ class Virtual(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, operator = kwargs or {}, func.overloadpacket
-        tensors = tensors_of((args, kwargs))
+        tensors = common.tensors_in((args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
         check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
         inner_args, inner_kwargs = mapped(held, args), mapped(held, kwargs)
@@ -214,7 +192,7 @@ class Virtual(torch.Tensor):
         computes = not func.is_view and operator not in (aten.detach, aten.alias)
         if computes:
             if gpu.capture:
-                gpu.capture.calls.append((func, inner_args, inner_kwargs, tensors_of(out)))
+                gpu.capture.calls.append((func, inner_args, inner_kwargs, common.tensors_in(out)))
             written = [t.block for t in mutated(func, args, kwargs) if isinstance(t, Virtual)]
             use([t.block for t in ours if t.block not in written], written, operator.__name__)
         first = args[0] if args else None
@@ -223,12 +201,10 @@ class Virtual(torch.Tensor):
         if operator in COPIES and torch.is_tensor(first) and not isinstance(first, Virtual):
             return args[0]  # to the CPU
         new = mapped(Virtual, out)
-        fresh = [t.block for t in tensors_of(new) if not t.block.written]
+        fresh = [t.block for t in common.tensors_in(new) if not t.block.written]
         use([], fresh if computes else [], operator.__name__)
-        return new if is_new(func) else return_and_correct_aliasing(func, args, kwargs, new)
-
-
-tensors_of = common.tensors_in
+        aliases = any(returned.alias_info for returned in func._schema.returns)
+        return return_and_correct_aliasing(func, args, kwargs, new) if aliases else new
 
 
 def held(tensor):
@@ -244,20 +220,9 @@ def mapped(f, tree):
 
 def mutated(func, args, kwargs):
     """Return the tensors to which an operation writes."""
-    return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)])
-
-
-@functools.cache
-def writes(func):
-    """Return the (place, name) of the arguments to which an operation writes."""
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
-
-
-@functools.cache
-def is_new(func):
-    """Return whether what an operation returns is no view of an argument, and none itself."""
-    return not any(returned.alias_info for returned in func._schema.returns)
+    places = enumerate(func._schema.arguments)
+    written = [(i, a.name) for i, a in places if a.alias_info and a.alias_info.is_write]
+    return common.tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
 
 
 def check(func, args, plain):
@@ -301,7 +266,6 @@ def made(inner, wait=None):
 def moved(tensor, device, dtype=None, **options):
     """Return tensor.to(device, dtype, **options)."""
     here, options["dtype"] = isinstance(tensor, Virtual), dtype or tensor.dtype
-    options.pop("non_blocking", None)
     if here == (device.type == "cuda"):
         return torch.Tensor.to(tensor, **options)
     if here:
@@ -313,19 +277,6 @@ def moved(tensor, device, dtype=None, **options):
     return new.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def destination(args, kwargs):
-    """Return the device that the arguments of Tensor.to() name, and its other arguments."""
-    device, kwargs = kwargs.get("device"), {k: v for k, v in kwargs.items() if k != "device"}
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            device, kwargs["dtype"] = value.device, value.dtype
-        elif isinstance(value, (str, torch.device)):
-            device = value
-        elif isinstance(value, torch.dtype):
-            kwargs["dtype"] = value
-    return None if device is None else torch.device(device), kwargs
-
-
 class Devices(TorchFunctionMode):
     """Lets tensors be made on cuda:0, and moved there and back."""
 
@@ -334,8 +285,11 @@ class Devices(TorchFunctionMode):
         here = isinstance(first, Virtual)
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             place = {"cpu": ["cpu"], "cuda": ["cuda:0"]}.get(func.__name__, args[1:])
-            device, options = destination(place, kwargs)
-            return moved(first, device or first.device, **options)
+            if place and isinstance(place[0], torch.Tensor):
+                place = place[0].device, place[0].dtype
+            copy = kwargs.pop("copy", False)
+            device, dtype, _, form = torch._C._nn._parse_to(*place, **kwargs)
+            return moved(first, device or first.device, dtype, copy=copy, memory_format=form)
         if func is torch.Tensor.pin_memory:
             out = first.clone()
             gpu.pinned[key(out)] = out
@@ -389,7 +343,7 @@ class CUDAGraph:
                 storage.copy_(content)
         self.outside = {k: weakref.ref(block) for k, (_, _, block) in self.outside.items()}
         for _, args, kwargs, outs in self.calls:
-            for t in tensors_of((args, kwargs, outs)):
+            for t in common.tensors_in((args, kwargs, outs)):
                 if key(t) not in self.outside and key(t) not in self.constants:
                     self.own[key(t)] = t.untyped_storage()
         gpu.graphs.append(self)
@@ -398,26 +352,22 @@ class CUDAGraph:
     def replay(self):
         gpu.replays += 1
         for func, args, kwargs, outs in self.calls:
-            for old, new in zip(outs, tensors_of(func(*args, **kwargs))):
+            for old, new in zip(outs, common.tensors_in(func(*args, **kwargs))):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
         blocks = [block() for block in self.outside.values()]
         if None in blocks:
             gpu.fault("a graph uses memory that has been freed since its capture")
         use([b for b in blocks if b], [b() for b in self.written if b()], "a replay")
-        place = gpu.graphs.index(self)
-        for other in gpu.graphs[place + 1 :]:
-            spoil(other.own.values() if other.memory is self.memory else ())
-        spoil(storage for k, storage in self.own.items() if k not in gpu.blocks)
+        spoilt = [storage for k, storage in self.own.items() if k not in gpu.blocks]
+        for other in gpu.graphs[gpu.graphs.index(self) + 1 :]:
+            spoilt += other.own.values() if other.memory is self.memory else []
+        for storage in spoilt:
+            as_bytes(storage).fill_(63)  # 0.747, if of floats
 
 
 def as_bytes(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def spoil(storages):
-    for storage in storages:
-        as_bytes(storage).fill_(63)  # 0.747, if of floats
 
 
 @contextlib.contextmanager
@@ -469,19 +419,21 @@ def machine(**options):
     }
     nothing = "set_device reset_peak_memory_stats empty_cache manual_seed_all".split()
     stubs |= dict.fromkeys(nothing, lambda *args, **options: None)
+    # the CPU's list of what runs in bf16 is another one than CUDA's
+    patches = [
+        mock.patch.multiple(torch.cuda, **stubs),
+        mock.patch.object(torch, "autocast", lambda _, *a, **k: autocast("cpu", *a, **k)),
+        mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped),
+        mock.patch.object(torch.nn.RNNBase, "flatten_parameters", lambda self: None),
+    ]
+    kinds = [torch.Tensor, torch.nn.Parameter, Virtual]
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        patches.append(mock.patch(f"{module}._foreach_supported_types", kinds))
     with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.multiple(torch.cuda, **stubs))
-        # the CPU's list of what runs in bf16 is another one than CUDA's
-        enter(mock.patch.object(torch, "autocast", lambda _, *a, **k: autocast("cpu", *a, **k)))
-        enter(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
-        enter(mock.patch.object(torch.nn.RNNBase, "flatten_parameters", lambda self: None))
-        kinds = [torch.Tensor, torch.nn.Parameter, Virtual]
-        for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-            enter(mock.patch(f"{module}._foreach_supported_types", kinds))
+        for patch in [*patches, Devices()]:
+            stack.enter_context(patch)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
-        enter(Devices())
         try:
             yield gpu
         finally:
@@ -494,15 +446,6 @@ def machine(**options):
 
 SMALL = "--dataset glyphs --clients 2 --rounds 2 --local-steps 3 --batch-size 8 --partition iid"
 SMALL = [*SMALL.split(), *"--quiet --lr-decay 0.9 --lr 0.005".split()]
-
-
-def sentences():
-    """Return random sentences of one to seven words."""
-    torch.manual_seed(0)
-    x = torch.randint(1, 50, (60, 7), dtype=torch.int16)
-    x = x * (torch.arange(7) < torch.randint(1, 8, (60, 1))).short()
-    y = x.long().sum(1) % 2
-    return common.Data(x[:40], y[:40], x[40:], y[40:], 2, words=[str(i) for i in range(48)])
 
 
 def train(case, device, out, **own):
@@ -519,8 +462,7 @@ def train(case, device, out, **own):
     if kind not in ("text", "resume", "given"):
         kind, words = "", case.split()
     if kind == "text":
-        own = {"data": sentences(), "net": common.build_net("lstm", 2, 50, 16)}
-        torch.nn.init.normal_(own["net"][0][0].vectors)
+        own = synthetic.text(54, 7)
         base = [*SMALL[2:], "--augment", "none"]
     if kind == "given":  # on the GPU already
         own = {"data": extras.glyphs.glyphs().to(torch.device(device))}
