@@ -176,6 +176,7 @@ CLIENTS --partition natural --clients 4 | --clients 4; 3 writers
 CLIENTS --partition iid | train/amy/ape/0.png; images lie in train/CLASS/*, or with
 FOLDER --partition natural | train/ape/0.png; --partition natural train/CLIENT/
 """
+TWICE = {"users": ["f01_3"] * 2, "num_samples": [3, 3]}
 INIT, SPLIT = "--init init.pt", "--partition file --split-file split"
 FILES = [  # a damage, and a line as above
     (None, "'a\nb' | a b"),
@@ -187,7 +188,7 @@ FILES = [  # a damage, and a line as above
     (edit(lambda shard, *_: shard["num_samples"].pop()), "FEMNIST | not a shard; shorter"),
     (edit(lambda shard, _, user: shard["user_data"].pop(user)), "FEMNIST | f01_3; KeyError"),
     (edit(lambda _, data, user: data["x"].pop()), "FEMNIST | f01_3; 2 x and 3 y; says 3"),
-    (edit(lambda shard, *_: shard.update(users=["f01_3"] * 4)), "FEMNIST | f01_3; listed twice"),
+    (edit(lambda shard, *_: shard.update(TWICE)), "FEMNIST | f01_3; listed twice"),
     (edit(lambda _, data, user: data.update(x=[[0.5] * 100] * 3)), "FEMNIST | f01_3; reshape"),
     (edit(lambda _, data, user: data["x"][0].__setitem__(5, 255)), "FEMNIST | f01_3; 0 to 1"),
     (edit(lambda _, data, user: data["y"].__setitem__(0, 62)), "FEMNIST | f01_3; 0 to 61"),
