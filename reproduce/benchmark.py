@@ -111,7 +111,7 @@ def line_of(cell, runs, pairs, published):
     line["method"] = cell.method
     line["published"] = published.get(cell.key, {}).get("acc", ["-"])[0]
     each = [figures(run, len(run.rows)) for run in runs]
-    line["accuracy"] = with_n(Mean.of([own["last"] for own in each])) if runs else "not run"
+    line["accuracy"] = with_n(Mean.of([own["last"] for own in each]))
     line["worst client"] = with_n(Mean.of([own.get("worst client") for own in each]))
     if pairs:
         mean = {name: Mean.of([pair[name] for pair in pairs]) for name in pairs[0]}
@@ -129,12 +129,14 @@ def with_n(mean, form=".2f"):
 def print_tables(settings, published, markdown=False):
     """Print a table of each of read_settings(); published: of read_published()."""
     for (title, when), own in settings.items():
-        if not any(runs for runs, _ in own.values()):
-            print(f"\n{title}, after {when}: not run.")
-            continue
         beside = {} if TABLES[when] else published
-        lines = [line_of(cell, *found, beside) for cell, found in own.items()]
-        print(f"\n{title}, after {when}:\n\n{table(lines, markdown)}")
+        lines = [line_of(cell, *found, beside) for cell, found in own.items() if found[0]]
+        missing = [cell.method for cell, (runs, _) in own.items() if not runs]
+        print(f"\n{title}, after {when}:")
+        if lines:
+            print(f"\n{table(lines, markdown)}")
+        if missing:
+            print(f"\nNot run: {', '.join(missing)}.")
 
 
 def draw(path, settings):
