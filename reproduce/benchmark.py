@@ -34,7 +34,7 @@ from analysis.runs import table
 from reproduce import compare, jobs
 from reproduce.cells import all_cells, parsed_flags, read_published
 from reproduce.figures import Mean, curve, figures, seconds, show_censored
-from reproduce.runs import Group, decisive_flags, read_runs
+from reproduce.runs import Group, decisive_flags, read_run, read_runs
 
 MAIN = "alpha=0.5"  # the setting whose runs are named after the method alone
 TITLES = {MAIN: "Dirichlet(0.5)", "labels=2": "Two labels a client"}
@@ -81,7 +81,7 @@ def read_settings(runs_of, root):
         folders = [root / name for name in names if (root / name / "config.json").exists()]
         runs = read_runs(folders, compare.warn)[0]
         for when, rounds in TABLES.items():
-            enough = [r for r in runs if r.finished or rounds and len(r.rows) >= rounds]
+            enough = [r for r in runs if (len(r.rows) >= rounds if rounds else r.finished)]
             own = [dataclasses.replace(run, rows=run.rows[:rounds]) for run in enough]
             cells = settings.setdefault((TITLES[cell.setting], when), {})
             plain = next(iter(cells.values()))[0] if cells else own  # FedAvg's cell is the first
@@ -197,12 +197,13 @@ def publish(runs_of, root, commands):
 
     Raises UserError for a run whose flags are not those of its command."""
     folders = [path for path in commands if (path / "config.json").exists()]
-    for run in read_runs(folders, compare.warn)[0]:
-        if len(run.rows) >= EARLY:
-            config = run.config | {"flags": decisive_flags(run.flags)}
-            asked = decisive_flags(parsed_flags(commands[run.path]))
-            run_folder.check_same(run.path, config, "flags", asked)
-            keep(run)
+    runs = [run for run in read_runs(folders, compare.warn)[0] if len(run.rows) >= EARLY]
+    for run in runs:
+        config = run.config | {"flags": decisive_flags(run.flags)}
+        asked = decisive_flags(parsed_flags(commands[run.path]))
+        run_folder.check_same(run.path, config, "flags", asked)
+    for run in runs:
+        keep(run)
     settings = read_settings(runs_of, KEPT)
     draw(PICTURE, settings)
 
@@ -213,9 +214,8 @@ def publish(runs_of, root, commands):
 
     compare.replace_section(PAGE, print_page, MARKS)
     text = README.read_text()
-    for cell, (runs, _) in reversed(
-        settings[TITLES[MAIN], f"round {EARLY}"].items()
-    ):  # first cell last
+    early = settings[TITLES[MAIN], f"round {EARLY}"]
+    for cell, (runs, _) in reversed(early.items()):  # a script's first cell last
         row = rf"^(\| \[`{cell.command.split()[0]}`\].* \| )[^|]*( \|[^|]*\|[^|]*\|)$"
         accuracy = Mean.of([run.rows[-1]["test_acc"] for run in runs])
         text = re.sub(row, rf"\g<1>{with_n(accuracy) if runs else '–'}\2", text, flags=re.M)
@@ -224,8 +224,12 @@ def publish(runs_of, root, commands):
 
 
 def keep(run):
-    """Write to KEPT what tables need of a run: config.json, without its place, and the rows."""
+    """Write to KEPT what tables need of a run: config.json, without its place, and the rows.
+
+    A run that is kept with more rounds stays."""
     folder = KEPT / run.path.name
+    if folder.exists() and len(read_run(folder).rows) > len(run.rows):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     flags = run.config["flags"] | {"out": f"results/benchmark/{folder.name}"}
     text = json.dumps(run_folder.sealed(run.config | {"flags": flags}), indent=1)
