@@ -1,15 +1,14 @@
 """How samples go to clients: partitions, writers, clients' test sets, their description."""
 
-import argparse
 import hashlib
 import itertools
-import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from conftest import TINY, flags, refusal
+from runs import config_of
 from support import make_femnist
 
 import common
@@ -37,16 +36,13 @@ def test_shards_are_runs_of_sorted_labels():
 
 
 def test_dirichlet_balancing_rule():
-    """At alpha -> 0 a class goes to one client.
+    """At alpha -> 0 a class goes to one client, who may have no more with half of all samples.
 
-    With four equal classes and two clients whoever gets the second of his classes then holds n / 2
-    and may have nothing more, so both end with two. Without the rule more than half of all seeds
-    give one of them three."""
+    So both end with two classes; without the rule more than half of all seeds give one three."""
     labels = np.repeat([0, 1, 2, 3], 25)
     for seed in range(8):
         a, b = common.dirichlet_partition(labels, 2, 1e-4, seed)[0]
-        assert len(a) == len(b) == 50
-        assert len(set(labels[a])) == len(set(labels[b])) == 2
+        assert [(len(part), len(set(labels[part]))) for part in (a, b)] == [(50, 2), (50, 2)]
 
 
 @pytest.mark.parametrize("clients, each", [(10, 2), (10, 1), (25, 3), (4, 10)])
@@ -56,10 +52,8 @@ def test_labels_partition(clients, each):
     counts = np.array([np.bincount(LABELS[part], minlength=10) for part in parts])
     assert ((counts > 0).sum(1) == each).all()
     assert all(counts[i, i % 10] for i in range(clients))
-    for total, column in zip(np.bincount(LABELS, minlength=10), counts.T):
-        shares = column[column > 0]
-        assert shares.sum() == total
-        assert shares.max() - shares.min() <= 1
+    assert (counts.sum(0) == np.bincount(LABELS)).all()
+    assert max(np.ptp(column[column > 0]) for column in counts.T) <= 1
 
 
 def digest(parts):
@@ -69,11 +63,10 @@ def digest(parts):
 
 
 def client_tests():
-    y, x = torch.from_numpy(LABELS), torch.zeros(3000, 2)
-    data = common.Data(x, y, x[:500], y[:500], 10)
-    parts = dirichlet(7, 0.3, 3)
-    args = argparse.Namespace(partition="dirichlet", data_seed=3)
-    return partitions.client_test_indices(data, parts, args)
+    y = torch.from_numpy(LABELS)
+    data = common.Data(y[:, None], y, y[:500, None], y[:500], 10)
+    args = flags("--partition", "dirichlet", "--data-seed", "3")
+    return partitions.client_test_indices(data, dirichlet(7, 0.3, 3), args)
 
 
 WRITERS = LABELS * 7 % 13 + np.arange(3000) % 5
@@ -139,18 +132,15 @@ def test_what_is_moved_goes_to_one_client_after_the_other():
 
 def test_a_run_says_how_many_samples_were_moved(tmp_path, capsys):
     """In its first line and in config.json; a resumed run has the same split."""
-    words = [*TINY, "--alpha", "0.1", "--rounds", "1", "--local-steps", "1"]
-    words.remove("--quiet")
-    out, small = str(tmp_path / "run"), str(tmp_path / "small")
-    fedavg.main([*words, *"--clients 200 --min-size 3 --sample 0.01 --out".split(), out])
-    moved = json.loads((tmp_path / "run" / "config.json").read_text())["moved"]
-    assert moved > 0
-    assert "200 clients of 3 to " in capsys.readouterr().out
-    fedavg.main(["--out", out, "--resume", "--rounds", "2"])
+    words = [word for word in TINY if word != "--quiet"]
+    words += "--alpha 0.1 --rounds 1 --local-steps 1 --sample 0.01 --out".split()
+    fedavg.main([*words, str(tmp_path / "a"), *"--clients 200 --min-size 3".split()])
+    moved = config_of(tmp_path / "a")["moved"]
+    assert moved > 0 and "200 clients of 3 to " in capsys.readouterr().out
+    fedavg.main(["--out", str(tmp_path / "a"), "--resume", "--rounds", "2"])
     assert f"({moved} of them moved for --min-size)" in capsys.readouterr().out
-    fedavg.main([*words, "--min-size", "1", "--clients", "3", "--out", small])
-    assert json.loads((tmp_path / "small" / "config.json").read_text())["moved"] == 0
-    assert "moved" not in capsys.readouterr().out
+    fedavg.main([*words, str(tmp_path / "b"), *"--clients 3 --min-size 1".split()])
+    assert config_of(tmp_path / "b")["moved"] == 0 and "moved" not in capsys.readouterr().out
 
 
 def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
@@ -169,8 +159,7 @@ def test_balanced_dirichlet_draws_without_replacement(monkeypatch):
     draws = 4000
     counts = np.zeros(3)  # draws in which the first client gets 0, 1 or 2 samples of class 1
     for seed in range(draws):
-        first, second = partitions.balanced_dirichlet_partition(labels, 2, 1.0, seed)
-        assert sorted([*first, *second]) == [0, 1, 2, 3]
+        first, _ = partitions.balanced_dirichlet_partition(labels, 2, 1.0, seed)
         counts[labels[first].sum()] += 1
     expected = np.array([8 / 15, 4 / 9, 1 / 45])
     deviation = np.sqrt(expected * (1 - expected) / draws)
@@ -184,8 +173,7 @@ def test_similarity_mixes_a_share():
         assert (len(set(labels[part])), len(part)) == (1, 20)
     for part in partitions.similarity_partition(labels, 20, 50, 0):
         counts = np.bincount(labels[part], minlength=10)
-        assert len(part) == 20
-        assert (counts > 0).sum() > 2
+        assert len(part) == 20 and (counts > 0).sum() > 2
         assert (counts[:-1] + counts[1:]).max() >= 10
 
 
@@ -194,14 +182,13 @@ def test_similarity_mixes_a_share():
     [
         ("{0: [0, 3], 1: [2, 1]}", False, ""),
         ("{0: {0, 3}, 1: {2, 1}}", False, ""),
-        ('{"0": [0, 3], "1": [2, 1]}', False, ""),
         ("[[0, 3], [2, 1]]", False, ""),
         ('{"1": [2, 1], "0": [0, 3]}', False, ""),
         ("{0: [0, 3], 1: [2]}", True, ""),
         ("{0: [0, 3], 1: [2]}", False, "leaves out 1 of 4 samples, as 1; --partial-split"),
         ("{0: [0, 3], 1: [2, 4]}", True, "an index is not an integer from 0 to 3"),
-        ("{0: [0, 3], 1: [2, -1]}", True, "an index is not an integer from 0 to 3"),
-        ("{0: [0, 3], 1: [2, 1.0]}", False, "an index is not an integer from 0 to 3"),
+        ("{0: [0, 3], 1: [2, -1]}", True, "from 0 to 3"),
+        ("{0: [0, 3], 1: [2, 1.0]}", False, "from 0 to 3"),
         ("{0: [0, 3], 1: [2, 0]}", True, "gives sample 0 more than once"),
         ("{0: [0, 1, 2, 3]}", False, "--clients 1"),
         ("__import__('os')", False, "neither"),
@@ -234,9 +221,8 @@ def test_writers_are_grouped_and_tested_together(tmp_path):
     data = common.load_data(args)
     parts = common.partition(data, args)
     groups = [set(data.writers[part]) for part in parts]
-    assert sorted(map(len, groups)) == [2, 3]
+    assert sorted(map(len, groups)) == [2, 3] and not groups[0] & groups[1]
     assert groups == [set(g) for g in partitions.natural_groups(data.writers, 2, args.data_seed, 5)]
-    assert not groups[0] & groups[1]
     assert sum(map(len, parts)) == np.isin(data.writers, [*groups[0], *groups[1]]).sum()
     tests = partitions.client_test_indices(data, parts, args)
     assert [set(data.writers_test[test]) for test in tests] == groups
@@ -250,8 +236,7 @@ def test_writers_are_grouped_and_tested_together(tmp_path):
 
 
 def test_client_test_indices_follow_the_classes():
-    """Client 0 holds 3/4 of class 0 and all of class 2, client 1 the rest; nobody holds class 3.
-    8, 4, 2 and 5 test samples."""
+    """Client 0 holds 3/4 of class 0 and all of class 2, client 1 the rest, nobody class 3."""
     y = torch.tensor([0, 0, 0, 0, 1, 1, 2])
     y_test = torch.tensor([0] * 8 + [1] * 4 + [2] * 2 + [3] * 5)
     x = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
@@ -271,11 +256,11 @@ def test_describe(tmp_path, capsys):
     make_femnist(tmp_path)
     argv = "--dataset femnist --partition natural --clients 6 --client-test".split()
     analysis_partition.main([*argv, "--data-dir", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert "56 training" in lines[0] and "6 clients" in lines[1] and "3 to 20 each" in lines[1]
-    assert len(lines) == 9
+    first, second, _, *lines = capsys.readouterr().out.splitlines()
+    assert "56 training" in first and "6 clients" in second and "3 to 20 each" in second
+    assert len(lines) == 6
     data = readers.femnist(tmp_path / "femnist")
-    for line in lines[3:]:
+    for line in lines:
         _, samples, classes, largest, test, bar = line.split()
         writer = next(w for w in range(6) if (data.writers == w).sum() == int(samples))
         counts = np.bincount(data.y[data.writers == writer].numpy())
@@ -285,20 +270,12 @@ def test_describe(tmp_path, capsys):
         assert int(test) == (data.writers_test == writer).sum()
 
 
-def test_describe_plots(tmp_path, capsys):
+def test_describe_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    argv = ["--dataset", "glyphs", "--clients", "5", "--plot"]
-    analysis_partition.main([*argv, str(tmp_path / "labels.png")])
+    argv = ["--dataset", "glyphs", "--clients", "5", "--plot", str(tmp_path / "labels.png")]
+    analysis_partition.main(argv)
     assert Image.open(tmp_path / "labels.png").size[0] > 300
-    for more, word in (
-        ([str(tmp_path / "labels.png")], "exists already"),
-        ([str(tmp_path / "labels.xyz")], "xyz"),
-        ([str(tmp_path / "missing" / "labels.png")], "no folder"),
-        ([], "--plot"),
-    ):
-        with pytest.raises(common.UserError, match=word):
-            analysis_partition.main([*argv, *more])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.png"]
+    assert "argument --plot" in refusal(analysis_partition.main, argv)  # a file that exists
 
 
 @pytest.mark.parametrize("clients, classes", [(10, 62), (100, 10), (300, 200)])
@@ -311,8 +288,8 @@ def test_the_picture_labels_every_class(clients, classes):
     for axis, shown in ((figure.axes[0].xaxis, []), (figure.axes[0].yaxis, names)):
         labels = axis.get_ticklabels()
         texts = [label.get_text() for label in labels]
-        assert texts == shown or (len(texts) < 20 and "kind 0" not in texts)
-        assert texts == shown or classes > 100 or shown == []
+        if texts != shown:
+            assert len(texts) < 20 and "kind 0" not in texts and (classes > 100 or not shown)
         boxes = [label.get_window_extent() for label in labels]
         assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
     pyplot.close(figure)
