@@ -33,6 +33,11 @@ DATA = {  # the first word of a command: what makes its files, and the flags tha
 # --- damages
 
 
+def damage(f):
+    """Return a function of f's other arguments that returns a damage, a function of the root."""
+    return lambda *args: lambda root: f(root, *args)
+
+
 def write(name, content):
     return lambda root: (root / name).write_bytes(content)
 
@@ -41,14 +46,11 @@ def paint(name, *pixels):
     return lambda root: Image.fromarray(np.zeros(*pixels)).save(root / name)
 
 
-def save(name, change):
-    """Return a damage: a file of the weights of cnn after change(weights, name of the first)."""
-
-    def apply(root):
-        weights = common.build_net("cnn", 62).state_dict()
-        torch.save(change(weights, next(iter(weights))), root / name)
-
-    return apply
+@damage
+def save(root, name, change):
+    """Save the weights of cnn after change(weights, name of the first)."""
+    weights = common.build_net("cnn", 62).state_dict()
+    torch.save(change(weights, next(iter(weights))), root / name)
 
 
 def each(pattern, f):
@@ -56,52 +58,41 @@ def each(pattern, f):
 
 
 def remove(pattern):
-    return each(pattern, lambda path: path.unlink())
+    return each(pattern, os.unlink)
 
 
 def cut(name):
     return each(name, lambda path: os.truncate(path, path.stat().st_size // 2))
 
 
-def pipe(name):
-    """Return a damage: a file in whose place a pipe lies, of which a read never ends."""
-
-    def apply(root):
-        (root / name).unlink(missing_ok=True)
-        os.mkfifo(root / name)
-
-    return apply
+@damage
+def pipe(root, name):
+    """Put a pipe in a file's place, of which a read never ends."""
+    (root / name).unlink(missing_ok=True)
+    os.mkfifo(root / name)
 
 
-def move(name, target):
-    def apply(root):
-        (root / target).parent.mkdir(exist_ok=True)
-        (root / name).rename(root / target)
-
-    return apply
+@damage
+def move(root, name, target):
+    (root / target).parent.mkdir(exist_ok=True)
+    (root / name).rename(root / target)
 
 
-def edit(change):
-    """Return a damage: change(shard, data of its second user, that user's name)."""
-
-    def apply(root):
-        shard = json.loads((root / SHARD).read_text())
-        user = shard["users"][1]
-        change(shard, shard["user_data"][user], user)
-        (root / SHARD).write_text(json.dumps(shard))
-
-    return apply
+@damage
+def edit(root, change):
+    """Call change(shard, data of its second user, that user's name) on a shard of FEMNIST."""
+    shard = json.loads((root / SHARD).read_text())
+    user = shard["users"][1]
+    change(shard, shard["user_data"][user], user)
+    (root / SHARD).write_text(json.dumps(shard))
 
 
-def line_5(line):
-    """Return a damage: another fifth line of the tweets."""
-
-    def apply(root):
-        lines = (root / TWEETS).read_bytes().splitlines(keepends=True)
-        rest = lines[5:] if line.endswith(b"\n") else []
-        (root / TWEETS).write_bytes(b"".join([*lines[:4], line, *rest]))
-
-    return apply
+@damage
+def line_5(root, line):
+    """Put another line in the place of the fifth of the tweets, as the last one if it is cut."""
+    lines = (root / TWEETS).read_bytes().splitlines(keepends=True)
+    rest = lines[5:] if line.endswith(b"\n") else []
+    (root / TWEETS).write_bytes(b"".join([*lines[:4], line, *rest]))
 
 
 # --- the tables
@@ -109,7 +100,6 @@ def line_5(line):
 FLAGS = """
 --clients 0 | --clients; at least 1
 --sample 0 | --sample; above 0
---sample 1.5 | --sample; at most 1
 --alpha nan | --alpha; nan
 --rounds 2.5 | --rounds; integer
 --dataset cifar11 | --dataset; cifar11; glyphs
@@ -207,7 +197,7 @@ FILES = [  # a damage, and a line as above
     (move("test/bee", "test/cow"), "FOLDER | class 'bee' is in train or in test alone"),
     (paint("train/ape/0.png", (32, 32), np.uint16), "FOLDER | ape/0.png; more than 8 bits"),
     (each("t*/*/*", lambda p: Image.open(p).resize((32, 24)).save(p)), "FOLDER | 32x24; --image"),
-    (each("t*/bee/*", lambda path: path.unlink()), "FOLDER | one class alone"),
+    (remove("t*/bee/*"), "FOLDER | one class alone"),
     (move("train/ape", "train/cow/ape"), "FOLDER | train/bee/0.png and train/cow/ape/0.png"),
     (move("train", "test/more"), "CLIENTS --partition natural | no images"),
     (lambda root: (root / LOOP).symlink_to(root / "train/ape"), f"FOLDER | {LOOP}/0.png; images"),
@@ -231,8 +221,8 @@ FILES = [  # a damage, and a line as above
 CASES = [*((None, line) for line in FLAGS.strip().splitlines()), *FILES]
 
 
-@pytest.mark.parametrize("damage, line", CASES, ids=[line for _, line in CASES])
-def test_refusals(tmp_path, monkeypatch, capsys, damage, line):
+@pytest.mark.parametrize("change, line", CASES, ids=[line for _, line in CASES])
+def test_refusals(tmp_path, monkeypatch, capsys, change, line):
     """One line with all these words; no folder is made, but of a run that had begun."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)  # at a pipe
     monkeypatch.chdir(tmp_path)
@@ -245,8 +235,8 @@ def test_refusals(tmp_path, monkeypatch, capsys, damage, line):
         make, known = DATA[argv.pop(0)]
         make(tmp_path)
         argv = [*f"--data-dir . --dataset {known}".split(), *argv]
-    if damage:
-        damage(tmp_path)
+    if change:
+        change(tmp_path)
     refused(capsys, SCRIPTS[name], [*TINY, "--out", "run", *argv], *expected.split("; "))
     assert (tmp_path / "run").exists() == bool(begun)
     faulthandler.cancel_dump_traceback_later()
