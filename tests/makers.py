@@ -1,5 +1,6 @@
 """What the tests of the package reproduce share: run folders by hand, and its commands."""
 
+import functools
 import json
 import pathlib
 import re
@@ -99,20 +100,15 @@ def cell_folder(runs, cell):
     return runs / table / (slug(f"{cell.label} {cell.method}") + "-seed0")
 
 
-def run_compare(capsys, *argv):
-    return run_main(capsys, compare.main, argv)
-
-
-def run_reproduce(capsys, *argv):
-    return run_main(capsys, reproduce_command.main, argv)
-
-
-def run_main(capsys, main, argv):
+def run_reproduce(capsys, *argv, main=reproduce_command.main):
     """Run a command; return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as e:
         main([str(word) for word in argv])
     out, err = capsys.readouterr()
     return e.value.code, out, err
+
+
+run_compare = functools.partial(run_reproduce, main=compare.main)
 
 
 def is_refused(result, *messages):
