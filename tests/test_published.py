@@ -70,11 +70,8 @@ def test_what_sets_a_published_number_apart_stands_under_the_table(tmp_path, cap
     _, out, _ = run_compare(capsys, *runs, "--csv", tmp_path / "all.csv")
     assert out.count(a.caveat) == 1
     assert out.index("Beside the published numbers") < out.index(a.caveat) < out.index("torch 2.15")
-    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
-    assert {(row["caveat"], "Tiny-ImageNet" in row["setting"]) for row in rows} == {
-        (a.caveat, True),
-        ("", False),
-    }
+    for row in csv.DictReader((tmp_path / "all.csv").open()):
+        assert row["caveat"] == (a.caveat if "Tiny-ImageNet" in row["setting"] else "")
     assert "authors' code" not in run_compare(capsys, runs[2])[1]
 
 
@@ -102,8 +99,8 @@ def test_hessians_stand_beside_the_published_ones(tmp_path, capsys):
     result = {"eigenvalues": [{"value": 300.0}], **numbers}
     for seed, diagonal in enumerate(("tensor", "elementwise")):
         run = make_run(tmp_path / str(seed), CELLS["FedAlign", "1"][0].command, seed, [50.0] * 25)
-        settings = {"diagonal": diagonal}
-        (run / "hessian.json").write_text(json.dumps({**result, "settings": settings}))
+        result["settings"] = {"diagonal": diagonal}
+        (run / "hessian.json").write_text(json.dumps(result))
     _, out, _ = run_compare(capsys, tmp_path / "0", tmp_path / "1")
     for text in (
         r" lambda_max +2 .* 297 +\+3\.00",
