@@ -69,10 +69,9 @@ def test_streams_wait_for_a_slow_client(slow):
     [(100, 7, 0, 0), (100, 7, 2, 0), (100, 7, 3, 1), (100, 7, 7, 0), (100, 2, 7, 0), (50, 7, 7, 0)],
 )
 def test_workers_that_do_not_fit_are_dropped(free, built, fit, when):
-    """A worker takes 10: 7 more are tried, in 80% of what is free, and so many can be built.
+    """A worker takes 10: 7 more are tried, in 80% of what is free, of which so many can be built.
 
-    All but the first few find the memory full at a batch, as of a capture; their clients begin
-    anew with others, and what comes out is in order and whole."""
+    Where the memory is full at a batch, clients begin anew with other workers, in order."""
     pool, begun, rest = pool_of(1), [], [full, *[object] * built]
     pool.build, pool.grow = lambda: rest.pop()(), True
 
@@ -101,12 +100,8 @@ def full(*_):
 
 
 def test_the_last_worker_needs_room():
-    def start(worker, client):
-        yield
-        full()
-
     with pytest.raises(torch.OutOfMemoryError):
-        list(pool_of(1).train(range(9), start))
+        list(pool_of(1).train(range(9), lambda *_: (full() for _ in "a")))
 
 
 def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
@@ -148,11 +143,9 @@ def test_an_error_ends_the_others():
             time.sleep(0.01)
             yield
         ended.append(client)
-        return client
 
     with pytest.raises(common.UserError, match="client 1"):
-        for _ in pool.train([1, 0, 2, 3], start):
-            pass
+        list(pool.train([1, 0, 2, 3], start))
     pool.close()
     assert not ended
 
@@ -173,17 +166,11 @@ def test_a_map_over_workers_is_in_order():
 
 
 def test_freed_memory_is_kept(monkeypatch):
-    """By what glibc offers for it, which takes both values; where there is none, nothing is done.
-
-    How many pages of a step are new cannot be told here: it depends on where the heap lies."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 1)
-    taken = []
-
-    def noted(*values):
-        taken.append((*values, mallopt(*values)))
-
+    """By what glibc offers, which takes both values; where there is none, nothing is done."""
+    mallopt, taken = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 1), []
     monkeypatch.setattr(sys, "platform", "linux")
-    for library in (SimpleNamespace(mallopt=noted), SimpleNamespace()):
+    noted = SimpleNamespace(mallopt=lambda *values: taken.append((*values, mallopt(*values))))
+    for library in (noted, SimpleNamespace()):
         monkeypatch.setattr(ctypes, "CDLL", lambda _, library=library: library)
         engine.keep_freed_memory()
     assert taken == [(-1, 2**31 - 1, 1), (-3, 2**25, 1)]
