@@ -66,10 +66,10 @@ def content(path):
 
 def difference(whole, other):
     """Return in what the run folder other differs from whole, "" if in nothing."""
-    a, b = (sorted(str(p.relative_to(out)) for p in out.rglob("*")) for out in (whole, other))
+    a, b = ({str(p.relative_to(out)) for p in out.rglob("*")} for out in (whole, other))
     if a != b:
-        return f"files {' '.join(sorted({*a} ^ {*b}))} are in one of two runs only"
-    for name in a:
+        return f"files {' '.join(sorted(a ^ b))} are in one of two runs only"
+    for name in sorted(a):
         if (whole / name).is_file() and not equal(content(whole / name), content(other / name)):
             return f"{name} differs from the uncut run's"
     return ""

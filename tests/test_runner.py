@@ -28,6 +28,7 @@ class Child:
 
     def __init__(self, line):
         self.lines.append(line)
+        self.send_signal = self.signals.append
 
     def poll(self):
         return 130 if self.signals else None
@@ -35,9 +36,6 @@ class Child:
     def wait(self, timeout=None):
         if not self.signals:
             raise subprocess.TimeoutExpired("run", timeout)
-
-    def send_signal(self, number):
-        self.signals.append(number)
 
 
 def test_limit_interrupts_a_run(tmp_path, monkeypatch):
@@ -57,10 +55,9 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
     """What is there of finished and begun runs, and what comes; the runs are quiet."""
     bars, lines = [], []
 
-    class Bar(tqdm):
-        def __init__(self, **options):
-            super().__init__(**options | {"disable": False, "file": io.StringIO()})
-            bars.append(self)
+    def bar(**options):
+        bars.append(tqdm(**options | {"disable": False, "file": io.StringIO()}))
+        return bars[0]
 
     def run_child(line, deadline, tick):
         lines.append(line)
@@ -69,7 +66,7 @@ def test_a_bar_shows_all_rounds(tmp_path, monkeypatch):
         tick()
         return 0
 
-    monkeypatch.setattr(jobs, "tqdm", Bar)
+    monkeypatch.setattr(jobs, "tqdm", bar)
     monkeypatch.setattr(jobs, "run_child", run_child)
     commands = {make_run(tmp_path / "a"): PLAIN, tmp_path / "b": "fedavg.py --rounds 3"}
     run_all(commands, {tmp_path / "b": ["fedavg.py"]}, [])
@@ -88,14 +85,11 @@ def test_a_module_is_run_and_says_itself_why_it_fails(tmp_path, capfd):
 
 
 def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
-    """SIGTERM to the command alone ends its run too, which keeps its rounds.
-
-    The same command makes the same rows as in an uncut run, and runs nothing again.
-    """
+    """SIGTERM to the command alone ends its run, which is resumed to the rows of an uncut one."""
     code = "from reproduce import __main__, jobs; jobs.PATIENCE = 0; __main__.main()"
-    data = ["--dataset", "folder", "--data-dir", str(make_folder(tmp_path / "data", (32, 32)))]
-    flags = "--model cnn --clients 2 --rounds 40 --epochs 1 --partition iid --device cpu"
-    flags = [*data, *flags.split(), *"--workers 1 --eval-every 10".split()]
+    flags = "--dataset folder --model cnn --clients 2 --rounds 40 --epochs 1 --partition iid"
+    flags = [*flags.split(), *"--device cpu --workers 1 --eval-every 10 --data-dir".split()]
+    flags.append(str(make_folder(tmp_path / "data", (32, 32))))
     argv = ["fedprox,fedavg", *flags, "--runs", str(tmp_path)]
     folder = tmp_path / "compare-folder-cnn-clients2-epochs1-eval-every10-partitioniid"
     done, cut = folder / "fedprox-seed0", folder / "fedavg-seed0"
@@ -106,9 +100,8 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and 0 < rounds_in(cut) < 40
-    assert "fedavg.py: interrupted; continue with" in err and "error" not in err
-    assert "the same command goes on" in err
+    assert process.returncode == 130 and 0 < rounds_in(cut) < 40 and "error" not in err
+    assert "fedavg.py: interrupted; continue with" in err and "the same command goes on" in err
 
     def run_here(line, *_):
         importlib.import_module(line[0].removesuffix(".py")).main(line[1:])
@@ -118,6 +111,5 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "run_child", run_here)
     out = run_reproduce(capsys, *argv)[1]
     assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
-    assert "2 of 2 runs finished" in out
     run_here(["fedavg.py", *flags, "--out", str(tmp_path / "whole")])
     assert rows_of(cut) == rows_of(tmp_path / "whole") and rounds_in(cut) == 40
