@@ -33,30 +33,15 @@ def make_run(folder, command=PLAIN, seed=0, accuracies=(10, 20, 30, 40), **more)
     """
     flags = parsed_flags(f"{command} --seed {seed} --out {folder}")
     folder.mkdir(parents=True)
-    config = {
-        "run": f"{seed:08x}",
-        "script": command.split(".py")[0],
-        "flags": flags,
-        "workers": 1,
-        "threads": 1,
-        "device": "x86_64, 2 cores",
-        "versions": {"torch": "2.15.0"},
-        "code": None,
-        "commit": "0123456789+",
-    }
+    config = {"run": f"{seed:08x}", "script": command.split(".py")[0], "flags": flags}
+    config |= {"workers": 1, "threads": 1, "device": "x86_64, 2 cores", "code": None}
+    config |= {"versions": {"torch": "2.15.0"}, "commit": "0123456789+"}
     (folder / "config.json").write_text(json.dumps(run_folder.sealed(config)))
     rows = []
     for number, accuracy in enumerate(accuracies, 1):
-        row = {
-            "round": number,
-            "test_acc": accuracy,
-            "test_loss": 1.0,
-            "train_loss": 2.0 / number,
-            "clients": [0, 1],
-            "seconds": {"train": number / 2, "evaluate": number / 2},
-            "bytes_down": 500 * number,
-            "bytes_up": 500 * number,
-        }
+        row = {"round": number, "test_acc": accuracy, "test_loss": 1.0, "clients": [0, 1]}
+        row |= {"train_loss": 2.0, "bytes_down": 500 * number, "bytes_up": 500 * number}
+        row |= {"seconds": {"train": number / 2, "evaluate": number / 2}}
         rows.append({**row, **common.summary([*rows, row]), **more})
     write_rows(folder, rows)
     (folder / "checkpoint.pt").touch()

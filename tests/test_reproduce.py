@@ -40,9 +40,6 @@ def lines(tmp_path, capsys):
     return run
 
 
-# --- Tables
-
-
 def test_dry_run_prints_what_is_left(tmp_path, lines):
     """The cost of Tables 5 and 7 is a line a method and data set, in the form that -m wants."""
     argv = ["fedalign", "5", "--seeds", "2", "--only"]
@@ -80,62 +77,47 @@ def test_only(table, words, methods, datasets):
     assert sorted({cell.dataset for cell in cells}) == datasets
 
 
-# --- Scripts side by side, and sweeps
-
 SETTING = "compare-glyphs-cnn-alpha0.1-clients2-epochs1"
 LONG = f"fedavg {GLYPHS} --momentum 0.5 --weight-decay 0.001 --batch-size 32 --lr-decay 0.99"
 LONG += " --server avgm --server-lr 0.5 --server-momentum "
-PLANS = [  # a line, the folder, its runs, and their flags
-    (
-        "fedmlb.py --dataset glyphs --sweep=--pathways=1/1,2",
-        "sweep-fedmlb-pathways",
-        "pathways1-seed0 pathways1-2-seed0",
-        {"pathways": [[1], [1, 2]]},
-    ),
-    (
-        "fedavg --dataset glyphs --sweep epochs,rounds=1,200/2,100",
-        "sweep-fedavg-epochs-rounds",
-        "epochs1-rounds200-seed0 epochs2-rounds100-seed0",
-        {"epochs": [1, 2], "rounds": [200, 100]},
-    ),
-    (
-        "fedavg.py,fedprox --dataset glyphs --sweep lr=0.1,0.2",
-        "compare-glyphs",
-        "fedavg-lr0.1-seed0 fedavg-lr0.2-seed0 fedprox-lr0.1-seed0 fedprox-lr0.2-seed0",
-        {"lr": [0.1, 0.2, 0.1, 0.2]},
-    ),
-    (  # each with the flags of all and its own; seed 0 of all first
-        f"'fedavg,moon.py,fedalign.py --augment crop,flip, ditto' {GLYPHS} --alpha 0.1 --seeds 2",
-        SETTING,
-        "fedavg-seed0 moon-seed0 fedalign-augment-crop-flip-seed0 ditto-seed0 "
-        "fedavg-seed1 moon-seed1 fedalign-augment-crop-flip-seed1 ditto-seed1",
-        {"augment": 2 * ["auto", "auto", "crop,flip", "auto"], "clients": 8 * [2]},
-    ),
-    (  # the first is the run of --seeds
-        f"fedavg {GLYPHS} --alpha 0.1 --data-seeds 3",
-        SETTING,
-        "fedavg-seed0 fedavg-seed1-data1 fedavg-seed2-data2",
-        {"seed": [0, 1, 2], "data_seed": [0, 1, 2]},
-    ),
-    # rounds, which may grow, and the machine's flags are not in a name
-    (f"fedavg --partition_alpha=0.1 --quiet {GLYPHS} --comm_round 9", SETTING, "fedavg-seed0", {}),
-]
+# a line, then the folder and its runs, seed 0 of all first, then flags, each of all runs; each run
+# has the flags of all and its own, but rounds, which may grow, and the machine's are in no name
+PLANS = f"""
+fedmlb.py --dataset glyphs --sweep=--pathways=1/1,2
+    sweep-fedmlb-pathways/ pathways1-seed0 pathways1-2-seed0
+    pathways [[1], [1, 2]]
+fedavg --dataset glyphs --sweep epochs,rounds=1,200/2,100
+    sweep-fedavg-epochs-rounds/ epochs1-rounds200-seed0 epochs2-rounds100-seed0
+    epochs [1, 2] | rounds [200, 100]
+fedavg.py,fedprox --dataset glyphs --sweep lr=0.1,0.2
+    compare-glyphs/ fedavg-lr0.1-seed0 fedavg-lr0.2-seed0 fedprox-lr0.1-seed0 fedprox-lr0.2-seed0
+    lr [0.1, 0.2, 0.1, 0.2]
+'fedavg,fedalign.py --augment crop,flip, ditto' {GLYPHS} --alpha 0.1 --seeds 2
+    {SETTING}/ fedavg-seed0 fedalign-augment-crop-flip-seed0 ditto-seed0 fedavg-seed1 \
+fedalign-augment-crop-flip-seed1 ditto-seed1
+    augment ['auto', 'crop,flip', 'auto', 'auto', 'crop,flip', 'auto'] | clients [2, 2, 2, 2, 2, 2]
+fedavg {GLYPHS} --alpha 0.1 --data-seeds 3
+    {SETTING}/ fedavg-seed0 fedavg-seed1-data1 fedavg-seed2-data2
+    seed [0, 1, 2] | data_seed [0, 1, 2]
+fedavg --partition_alpha=0.1 --quiet {GLYPHS} --comm_round 9
+    {SETTING}/ fedavg-seed0
+    rounds [9]
+"""
 
 
-@pytest.mark.parametrize("line, folder, names, flags", PLANS)
-def test_runs_of_scripts_and_sweeps(tmp_path, lines, line, folder, names, flags):
+@pytest.mark.parametrize("plan", re.split(r"\n(?! )", PLANS.strip()))
+def test_runs_of_scripts_and_sweeps(tmp_path, lines, plan):
+    line, places, flags = plan.split("\n    ")
     found = [parsed_flags(line.removeprefix("python ")) for line in lines(*shlex.split(line))]
-    assert [f["out"] for f in found] == [f"{tmp_path}/{folder}/{name}" for name in names.split()]
-    for name, values in flags.items():
-        assert [f[name] for f in found] == values
+    folder, *names = places.split()
+    assert [f["out"] for f in found] == [f"{tmp_path}/{folder}{name}" for name in names]
+    for name, values in (words.split(" ", 1) for words in flags.split(" | ")):
+        assert str([f[name] for f in found]) == values
 
 
 def test_long_names_are_cut(lines):
     names = {lines(*shlex.split(f"{LONG}{value}"))[0].split("/")[-2] for value in (0.1, 0.2)}
     assert len(names) == 2 and max(map(len, names)) < 120
-
-
-# --- Command lines
 
 
 REFUSALS = [
@@ -173,13 +155,8 @@ def test_mistakes_get_one_line(capsys, tmp_path, monkeypatch, words, message):
     assert is_refused(result, "reproduce: error: ", message)
 
 
-# --- What is there
-
-
 KEPT = [  # more flags, and what is told then: a refusal, --resume, or "" of a finished run
     ("--workers=2", ""),
-    ("--augment=none", ""),
-    ("--data-dir=x", ""),
     ("--rounds 9", "--resume"),
     ("--rounds 3", "another --rounds (4, now 3)"),
     ("--lr 0.5", "another --lr (0.03, now 0.5)"),
@@ -212,9 +189,6 @@ def test_what_is_finished(tmp_path, capsys):
     for more in ("", " --augment none"):
         assert jobs.line_left(folder, command + more) == []
     assert "another --augment" in refusal(jobs.line_left, folder, f"{command} --augment crop")
-
-
-# --- Runs that are made by hand
 
 
 @pytest.fixture
