@@ -81,7 +81,6 @@ def test_runs_that_are_not_the_cell_have_no_published_number(tmp_path):
     text = next(cell.command for cell in CELLS["rFedAvg", "I"] if cell.dataset == "Sent140")
     lines = {
         align.replace("--lr 0.01", "--lr 0.02"): False,
-        f"{align} --lip-scale none": False,
         f"{avg} --data-seed 1": False,
         text.replace("data/glove.6B.300d.txt", "random"): False,
         text.replace("data/", "/mnt/"): True,

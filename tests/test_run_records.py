@@ -12,12 +12,10 @@ from reproduce.runs import Group, baseline, comparable, group_runs, read_run
 
 
 def test_figures_by_hand(tmp_path):
-    """Accuracies 0, 10, 20, -, 40, 50, 60 (one round without evaluation).
+    """Of the last five, 10, 20, 40, 50, 60, mean 36, deviation sqrt((26^2 + 16^2 + 4^2 + ...) / 5).
 
-    Last five: 10, 20, 40, 50, 60: mean 36, deviation sqrt((26^2 + 16^2 + 4^2 + 14^2 + 24^2) / 5) =
-    sqrt(344). EMA by its recursion a <- 0.9 a + 0.1 x from 0, over 1 - 0.9^i. Round 7 took 100
-    seconds and a megabyte; the others 1, 2, ..., 6 seconds, half of them in training, and kB.
-    """
+    EMA by its recursion a <- 0.9 a + 0.1 x from 0, over 1 - 0.9^i. Round 7 took 100 seconds and a
+    megabyte; the others 1, 2, ..., 6 seconds, half of them in training, and kB."""
     accuracies = (0, 10, 20, None, 40, 50, 60)
     folder = make_run(tmp_path / "a", "fedavg.py --rounds 7", accuracies=accuracies)
     rows = read_rows(folder)
@@ -56,19 +54,19 @@ def test_what_decides_a_result(tmp_path):
 
 
 def test_only_plain_fedavg_on_the_same_machine_is_a_baseline(tmp_path):
-    commands = ["fedprox.py", "fedavg.py --server avgm", "fedavg.py --server adam", "fedavg.py"]
-    lines = [f"{command} --dataset glyphs --rounds 4" for command in commands]
+    lines = [
+        PLAIN.replace("avg", "prox"),
+        f"{PLAIN} --server avgm",
+        f"{PLAIN} --server adam",
+        PLAIN,
+    ]
     folders = [make_run(tmp_path / str(i), line) for i, line in enumerate(lines)]
     prox, *others, plain = make_groups(*folders)
     assert baseline(prox, [prox, *others]) is None
     assert baseline(prox, [prox, *others, plain]) is plain and comparable(prox, plain)
-    for part, flag, value in (
-        ("config", "workers", 2),
-        ("config", "device", "H"),
-        ("flags", "precision", "bf16"),
-    ):
+    for key, value in ("workers", 2), ("device", "H"), ("precision", "bf16"):
         other = read_run(folders[-1])
-        getattr(other, part)[flag] = value
+        (other.config if key in other.config else other.flags)[key] = value
         assert not comparable(prox, Group([other], []))
 
 
@@ -104,8 +102,7 @@ def test_groups_are_runs_that_differ_by_seed_only(tmp_path):
     assert [run.path.name for run in first.runs] == ["a0", "a1"]
     assert means(first)["last"] == Mean(45, pytest.approx(50**0.5), 2)
     assert means(cut)["last"].mean == 3  # round 2 of both: 2 and 4
-    again, empty = warnings
-    assert "again" in again and "a0" in again and "empty" in empty
+    assert "again" in warnings[0] and "a0" in warnings[0] and "empty" in warnings[1]
 
 
 def test_a_flag_that_came_later_is_off_in_older_runs(tmp_path):
