@@ -1,6 +1,5 @@
 """Data sets of images: glyphs, folders, torchvision's; caches; augmentation."""
 
-import inspect
 import json
 import os
 import pickle
@@ -29,10 +28,9 @@ def test_glyphs_follow_the_seed_and_have_writers():
     a, other = extras.glyphs.glyphs(), extras.glyphs.glyphs(seed=1)
     again = extras.glyphs._glyphs.__wrapped__((600, 200), 0)
     assert (a.x.shape, a.x_test.shape) == ((600, 3, 32, 32), (200, 3, 32, 32))
-    assert (a.x.dtype, a.classes) == (torch.uint8, 62)
+    assert (a.x.dtype, a.classes, len(a.writers)) == (torch.uint8, 62, 600)
     assert torch.equal(a.x, again.x) and torch.equal(a.y_test, again.y_test)
     assert not torch.equal(a.x, other.x)
-    assert len(a.writers) == 600
     # a writer's paper has one colour: corners vary less within a writer than between writers
     corner = a.x[:, :, :3, :3].double().mean((2, 3)).numpy()
     within = np.mean([corner[a.writers == w].var(0) for w in set(a.writers)])
@@ -74,10 +72,7 @@ def test_cifar_is_kept_as_rows_of_pixels(monkeypatch):
 
 
 def test_svhn(monkeypatch):
-    """Normalised by the mean and deviation of the training pixels; not augmented by default.
-
-    torchvision's is an array in another order than its memory's."""
-    assert [*inspect.signature(datasets.SVHN).parameters][:2] == ["root", "split"]
+    """torchvision's is an array in another order than its memory's, normalised by its pixels."""
     pixels = np.random.default_rng(0).integers(256, size=(32, 32, 3, 6)).astype(np.uint8)
     pixels = pixels.transpose(3, 2, 0, 1)
 
@@ -90,8 +85,8 @@ def test_svhn(monkeypatch):
     assert np.array_equal(data.x, pixels) and data.x.is_contiguous()
     assert (data.y.tolist(), data.y_test.tolist()) == ([4, 5, 6, 7, 8, 9], [4, 5])
     assert data.classes == len(data.names) == 10
-    for found, wanted in ((data.mean, pixels.mean((0, 2, 3))), (data.std, pixels.std((0, 2, 3)))):
-        assert found.flatten().tolist() == pytest.approx((wanted / 255).tolist())
+    for found, wanted in (data.mean, pixels.mean((0, 2, 3))), (data.std, pixels.std((0, 2, 3))):
+        assert found.flatten().numpy() == pytest.approx(wanted / 255)
     assert common.resolve_augment(flags("--dataset", "svhn"), data) == []
 
 
@@ -100,7 +95,7 @@ def test_mnist(tmp_path, name):
     make_mnist(tmp_path, {"mnist": "MNIST"}.get(name, "FashionMNIST"), 8, 4)
     argv = ["--dataset", name, "--data-dir", str(tmp_path), "--image-size", "16"]
     data = common.load_data(flags(*argv))
-    assert data.x.shape == (8, 1, 16, 16) and data.x.dtype == torch.uint8 and len(data.y_test) == 4
+    assert (data.x.shape, data.x.dtype, len(data.y_test)) == ((8, 1, 16, 16), torch.uint8, 4)
     assert data.names[9] == ("9 - nine" if name == "mnist" else "Ankle boot")
 
 
@@ -108,12 +103,11 @@ def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
     """docs/data.md's lines on batches of CIFAR-10's format: by class, then by file name."""
     from torchvision.datasets import cifar
 
-    rng, files = np.random.default_rng(0), [f"data_batch_{i}" for i in range(1, 6)]
-    raw, written = tmp_path / "data" / "cifar-10-batches-py", {"train": {}, "test": {}}
+    rng, written = np.random.default_rng(0), {"train": {}, "test": {}}
+    raw, classes = tmp_path / "data" / "cifar-10-batches-py", [f"class{c}" for c in "jihgfedcba"]
     raw.mkdir(parents=True)
-    classes = [f"class{c}" for c in "jihgfedcba"]
     (raw / "batches.meta").write_bytes(pickle.dumps({"label_names": classes}))
-    for file in [*files, "test_batch"]:
+    for file in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         pixels, labels = rng.integers(256, size=(20, 3072)).astype(np.uint8), [*range(10)] * 2
         names = [f"{rng.choice(['a', 'b'])}_s_{i:06}.png" for i in rng.permutation(10**6)[:20]]
         batch = {"data": pixels, "labels": labels, "filenames": names}
@@ -125,14 +119,10 @@ def test_the_folder_that_the_page_writes(tmp_path, monkeypatch):
     [block] = [b for b in blocks_of(ROOT / "docs" / "data.md") if "CIFAR10" in b.text]
     exec(block.text, {})
     data = images.folder(tmp_path / "data" / "cifar10")
-    assert data.names == sorted(classes)
     for part, x, y in (("train", data.x, data.y), ("test", data.x_test, data.y_test)):
-        expected = [pixels for _, pixels in sorted(written[part].items())]
-        assert np.array_equal(x.flatten(1).numpy(), np.stack(expected))
-        assert [data.names[label] for label in y] == [key[0] for key in sorted(written[part])]
-
-
-# --- caches: nothing of other files is read
+        keys = sorted(written[part])
+        assert np.array_equal(x.flatten(1), np.stack([written[part][key] for key in keys]))
+        assert [data.names[label] for label in y] == [key[0] for key in keys]
 
 
 def test_the_cache_of_other_files_is_made_again(tmp_path):
@@ -160,22 +150,16 @@ def test_one_cache_is_kept(tmp_path):
     assert new != cache
 
 
-# --- augmentation
-
-
 def one_by_one(images, draws):
     """Return the images, each augmented by torchvision's functions."""
     found = []
     for i, image in enumerate(images):
         draw = {name: values[i].tolist() for name, values in draws.items()}
-        if "rotate" in draw:
-            image = tv.rotate(image, draw["rotate"])
+        image = tv.rotate(image, draw.get("rotate", 0))
         for name, mode in (("crop", "constant"), ("reflect-crop", "reflect")):
             if name in draw:
                 image = tv.crop(tv.pad(image, 4, padding_mode=mode), *draw[name], 32, 32)
-        if draw.get("flip"):
-            image = tv.hflip(image)
-        found.append(image)
+        found.append(tv.hflip(image) if draw.get("flip") else image)
     return torch.stack(found)
 
 
@@ -205,7 +189,7 @@ def test_auto_leaves_grey_images_alone(tmp_path, capsys, mode, augment):
     """A folder of digits: the batches are as they are read; the line and config.json say so."""
     root, out = make_folder(tmp_path / "data", mode=mode), tmp_path / "run"
     words = f"--dataset folder --data-dir {root} --min-size 1 --model simple-cnn --image-size 16"
-    words = [*TINY, *words.split(), "--clients", "2", "--clip", "2", "--out", str(out)]
+    words = [*TINY, *f"{words} --clients 2 --clip 2 --out {out}".split()]
     fedavg.main([word for word in words if word != "--quiet"])
     line = capsys.readouterr().out.splitlines()[0]
     assert f"lr 0.01, momentum 0.9, weight decay 0.0001, clip 2, augment {augment}; on cpu" in line
