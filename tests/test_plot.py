@@ -1,5 +1,6 @@
 """Pictures of runs: curves and lines by hand, and the files that --plot writes."""
 
+import re
 import sys
 
 import pytest
@@ -62,45 +63,36 @@ def groups_of(folder, *commands):
 
 
 PROX = "fedprox.py --dataset glyphs --epochs"
-LINES = [  # x, commands, and the lines, each point with the number of its command
-    (  # in order of the flag; a method without the flag is a level
-        "mu",
-        ["fedprox.py --mu 1", "fedavg.py", "fedprox.py --mu 0.01"],
-        [("FedProx", [(0.01, 3), (1.0, 1)]), ("FedAvg", [(None, 2)])],
-    ),
-    (  # a line for each value of the others
-        "mu",
-        [f"fedprox.py --mu {mu} --lr {lr}" for mu in (1, 2) for lr in (0.01, 0.1)],
-        [("FedProx, lr 0.01", [(1, 1), (2, 3)]), ("FedProx, lr 0.1", [(1, 2), (2, 4)])],
-    ),
-    (  # those left alone are one line if they differ in their batches besides
-        "epochs",
-        [f"{PROX} {m}" for m in ("5", "1", "2 --batch-size 8", "4 --batch-size 4", "3 --lr 0.5")],
-        [
-            ("FedProx, batch_size 64, lr 0.01", [(1, 2), (5, 1)]),
-            ("FedProx, batch_size 8 4, lr 0.01", [(2, 3), (4, 4)]),
-            ("FedProx, batch_size 64, lr 0.5", [(3, 5)]),
-        ],
-    ),
-    (
-        "pathways",
-        [f"fedmlb.py --pathways {pathways}" for pathways in ("2,3", "1", "1,2,3")],
-        [("FedMLB", [("1", 2), ("2,3", 1), ("1,2,3", 3)])],
-    ),
-    (
-        "s/round",
-        [f"{PROX} 5", f"{PROX} 1", f"{PROX} 2 --clients 8"],
-        [("FedProx, clients 16", [(1, 1), (1, 2)]), ("FedProx, clients 8", [(1, 3)])],
-    ),
-]
+# x and commands; then each line of the picture and its points, each with its command's number: in
+# order of the flag, a line for each value of the others, a method without the flag as a level, and
+# one line of those left alone if they differ in their batches besides
+LINES = f"""
+mu | fedprox.py --mu 1 | fedavg.py | fedprox.py --mu 0.01
+    FedProx: 0.01=3 1.0=1
+    FedAvg: None=2
+mu | {PROX} 1 --mu 1 | {PROX} 1 --mu 1 --lr 1 | {PROX} 1 --mu 2 | {PROX} 1 --mu 2 --lr 1
+    FedProx, lr 0.01: 1.0=1 2.0=3
+    FedProx, lr 1.0: 1.0=2 2.0=4
+epochs | {PROX} 5 | {PROX} 1 | {PROX} 2 --batch-size 8 | {PROX} 4 --batch-size 4 | {PROX} 3 --lr 0.5
+    FedProx, batch_size 64, lr 0.01: 1=2 5=1
+    FedProx, batch_size 8 4, lr 0.01: 2=3 4=4
+    FedProx, batch_size 64, lr 0.5: 3=5
+pathways | fedmlb.py --pathways 2,3 | fedmlb.py --pathways 1 | fedmlb.py --pathways 1,2,3
+    FedMLB: 1=2 2,3=1 1,2,3=3
+s/round | {PROX} 5 | {PROX} 1 | {PROX} 2 --clients 8
+    FedProx, clients 16: 1.0=1 1.0=2
+    FedProx, clients 8: 1.0=3
+"""
 
 
-@pytest.mark.parametrize("x, commands, lines", LINES)
-def test_lines_against_a_flag_by_hand(tmp_path, x, commands, lines):
-    groups = groups_of(tmp_path, *commands)
-    for (_, (_, *found)), (label, points) in zip(lines_over(groups, None, x), lines, strict=True):
-        numbered = [(value, groups.index(group) + 1) for value, group in found[1]]
-        assert [found[0], numbered] == [label, points]
+@pytest.mark.parametrize("text", re.split(r"\n(?! )", LINES.strip()))
+def test_lines_against_a_flag_by_hand(tmp_path, text):
+    (x, *commands), *expected = (line.split(" | ") for line in text.split("\n    "))
+    groups, found = groups_of(tmp_path, *commands), []
+    for _, (_, label, points) in lines_over(groups, None, x):
+        numbered = (f"{value}={groups.index(group) + 1}" for value, group in points)
+        found.append([f"{label}: {' '.join(numbered)}"])
+    assert found == expected
 
 
 def test_seconds_of_other_machines_are_a_line_of_their_own(tmp_path):
