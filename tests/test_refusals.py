@@ -30,9 +30,6 @@ DATA = {  # the first word of a command: what makes its files, and the flags tha
 }
 
 
-# --- damages
-
-
 def damage(f):
     """Return a function of f's other arguments that returns a damage, a function of the root."""
     return lambda *args: lambda root: f(root, *args)
@@ -95,8 +92,6 @@ def line_5(root, line):
     (root / TWEETS).write_bytes(b"".join([*lines[:4], line, *rest]))
 
 
-# --- the tables
-
 FLAGS = """
 --clients 0 | --clients; at least 1
 --sample 0 | --sample; above 0
@@ -144,7 +139,6 @@ rfedavg_dp --noise 1 | --noise-clip
 scaffold --correction gradient --persist-opt | --persist-opt
 fednova --persist-opt | argument --persist-opt
 fednova --optimizer rmsprop | argument --optimizer
-fedprox --datadir x | arguments: --datadir; did you mean --data-dir?
 fedprox --dirichlet_alpah 5 | arguments: --dirichlet-alpah; did you mean --alpha?
 --dyn_alpha 0.1 | --dyn-alpha is a flag of feddyn.py, fedmlb.py
 --plain --workers 2 | argument --plain: not with --workers
