@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags, parts_of
-from hand import DOUBLE, batch, begin, check_step, close, finish, gradients
+from hand import DOUBLE, batch, begin, check_step, close, finish
 from hand import moved_network, normed_network, perturb, received_of, state_of, twins, two_networks
 from methods import SCRIPTS, final, needed
 
@@ -29,9 +29,6 @@ LATER = "--lr 0.2 --lr-decay 0.5"  # 0.1 in round 2
 
 def one_weight():
     return nn.Linear(1, 1, bias=False).double()
-
-
-# --- server optimizers
 
 
 def adam(m, v, tau=0.1):
@@ -57,13 +54,11 @@ LR = "--server-lr 0.5"
     ],
 )
 def test_server_optimizers_by_hand(argv, steps):
-    """One weight.
+    """Of one weight, Delta = 0.5 in the first round, then -1.
 
-    Clients end 2 and -4 away from it with weights 3/4 and 1/4, so Delta = 0.5 in the first round,
-    then -1. avgm (beta 0.4, lr 1): m = 0.5, then 0.2 - 1. adam (0.9, 0.99, tau 0.1, lr 0.5): m =
-    0.05, v = 0.99 * 0.01 + 0.01 * 0.25 = 0.0124; then m = 0.045 - 0.1, v = 0.99 v + 0.01. yogi: v
-    = 0.01 + 0.01 * 0.25, since Delta^2 is larger, then 0.0125 + 0.01; tau 1, beta2 0.9: v = 1 -
-    0.1 * 0.25, since Delta^2 is smaller, then 0.975 + 0.1."""
+    avgm (beta 0.4): m = 0.5, then 0.2 - 1. adam (0.9, 0.99): m = 0.05, v = 0.99 * 0.01 + 0.01 *
+    0.25; then m = 0.045 - 0.1, v = 0.99 v + 0.01. yogi: v = 0.01 + 0.01 * 0.25, as Delta^2 is
+    larger; at tau 1, beta2 0.9 v = 1 - 0.1 * 0.25, as it is smaller."""
     net, server, args = one_weight(), {}, flags(*argv.split())
     for shifts, step in zip([(2, -4), (-2, 2)], steps):
         before = net.weight.item()
@@ -78,9 +73,6 @@ def test_server_steps_leave_statistics_averaged():
     common.average(net, received, {"m": m}, flags("--server", "avgm"))
     assert net[0].running_mean.tolist() == [3, 3]
     assert net[0].weight.tolist() == pytest.approx([1 + 3 - 0.4 * 9] * 2)
-
-
-# --- q-FedAvg
 
 
 @pytest.mark.parametrize(
@@ -129,9 +121,6 @@ def test_qfedavg_weighs_by_the_loss_of_the_global_model():
     assert worker.net.training
 
 
-# --- FedNova
-
-
 def test_fednova_by_the_formula(tmp_path):
     """A round of clients with 1 to 9 steps, from their saved models, in float64."""
     cuts = [0, 20, 120, 320, 600]
@@ -169,28 +158,18 @@ def test_a_client_without_a_step_weighs_none():
     assert not any(d.any() for d in client.sums["d"])
 
 
-# --- FedDyn
-
-
 def test_feddyn_step_by_hand():
-    """A step from v = w + d has the gradient of CE, minus h, plus alpha d.
-
-    Then h <- h - alpha (v - w), and v - w is sent. The loss has -<h, v> + alpha/2 |d|^2."""
+    """The loss is CE - <h, v> + alpha/2 |v - w|^2; then h <- h - alpha (v - w) is kept."""
     g = torch.Generator().manual_seed(1)
     h = [0.1 * torch.randn(p.shape, generator=g, **DOUBLE) for p in two_networks().parameters()]
     state = {"h": [v.clone() for v in h]}
     worker, step, generator, client, _, w = begin("feddyn", ["--dyn-alpha", "0.3"], state=state)
     x, y = batch()
     twin, _ = twins(worker, w)
-    ce = F.cross_entropy(twin(x), y)
-    grads = torch.autograd.grad(ce, list(twin.parameters()))
-    d = [p.detach() - w[k] for k, p in twin.named_parameters()]
-    expected = [grad - h_ + 0.3 * d_ for grad, h_, d_ in zip(grads, h, d)]
-    linear = sum((h_ * p.detach()).sum() for h_, p in zip(h, twin.parameters()))
-    value = ce - linear + 0.15 * sum(d_.square().sum() for d_ in d)
-    loss, found = gradients(worker, step, x, y)
-    assert loss == pytest.approx(value.item(), rel=1e-9)
-    assert close(found, expected)
+    linear = sum((h_ * p).sum() for h_, p in zip(h, twin.parameters()))
+    distance = sum((p - w[k]).square().sum() for k, p in twin.named_parameters())
+    total = F.cross_entropy(twin(x), y) - linear + 0.15 * distance
+    check_step(worker, step, x, y, twin, total)
     finish(generator)
     drift = [p.detach() - w[k] for k, p in worker.net.named_parameters()]
     assert close(client.state["h"], [old - 0.3 * v for old, v in zip(h, drift)])
@@ -222,9 +201,6 @@ def test_the_server_s_variate_is_the_clients_mean(tmp_path, name, variate):
     assert 2 <= len(states) < 8
     for mean, each in zip(server, zip(*states)):
         assert torch.allclose(mean, torch.stack(each).sum(0) / 8, atol=1e-6)
-
-
-# --- SCAFFOLD
 
 
 @pytest.mark.parametrize("weight", [scaffold.effective_steps, fednova.weight_of_steps])
@@ -305,7 +281,7 @@ def test_scaffold_server():
 
 
 def test_scaffold_option_one_takes_any_number_of_samples():
-    """501 samples: no part may be a single one, which batch norm cannot take where maps are 1x1."""
+    """No part of 501 samples is a single one, which batch norm cannot take."""
     net, data, client = common.build_net("cnn", 62), extras.glyphs.glyphs(), common.Client(0, ALL)
     plain = common.PlainWorker(net, data, flags(), client, {"round": 1})
     for worker in (engine.Worker(net, data, flags(), 1), plain):
@@ -319,9 +295,6 @@ def test_scaffold_leaves_an_untrained_client_alone(tmp_path):
     final("scaffold", tmp_path / "run", *argv)
     version = next((tmp_path / "run" / "states").glob(f"{int(np.argmin(sizes))}-*.pt"))
     assert all(c.abs().max() == 0 for c in run_folder.load(version)["c"])
-
-
-# --- personal models
 
 
 @pytest.mark.parametrize("name", ["fedper", "ditto", "fedbn"])
@@ -363,9 +336,7 @@ def test_summary_lists_all_clients():
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_ditto_step_by_hand(kept):
-    """The global network's step is FedAvg's; v moves by -lr (grad F(v) + lam (v - w)).
-
-    Without a state v begins at w, from which there is no pull."""
+    """v, which begins at w, moves by -lr (grad F(v) + lam (v - w)); w's step is FedAvg's."""
     personal = state_of(moved_network(0.1, seed=4))
     state = {"personal": personal} if kept else {}
     worker, step, generator, client, _, w = begin("ditto", ["--lam", "0.7"], state=state)
@@ -382,9 +353,7 @@ def test_ditto_step_by_hand(kept):
 
 @pytest.mark.parametrize("name, kept", [("fedper", "3."), ("fedbn", ".1.")])
 def test_what_stays_at_home(name, kept):
-    """A client trains its own part and the global rest, and sends the rest.
-
-    normed_network(): batch norm is the second layer of its two blocks, the classifier is 3."""
+    """A client trains its own part, of the names with kept, and the global rest, which it sends."""
     other = normed_network()
     perturb(other, 0.3)
     for v in other.buffers():
