@@ -13,9 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, same
-from hand import DOUBLE, batch, begin, check_step, finish
-from hand import kl, normed_network, perturb, received_of
-from hand import state_of, twins
+from hand import DOUBLE, batch, begin, check_step, finish, kl
+from hand import normed_network, perturb, received_of, state_of, twins
 
 import common
 
@@ -42,9 +41,6 @@ def test_add_proximal_by_hand():
     assert net.weight.tolist() == [[3, 1]]
 
 
-# --- MOON
-
-
 def test_contrastive_loss_by_hand():
     """cos = 1 to z_glob and 0 to z_prev, temperature 1/2: -log(e^2 / (e^2 + e^0)); and reversed."""
     z, other = torch.tensor([[2.0, 0.0]], **DOUBLE), torch.tensor([[0.0, 5.0]], **DOUBLE)
@@ -57,9 +53,7 @@ def test_contrastive_loss_by_hand():
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_moon_step(mode):
-    """train: batch norm of the frozen networks takes the statistics of each batch.
-
-    Their running ones, which it moves, count in no later step and in no later client's round."""
+    """train: the frozen networks' running statistics move, and count in no later round."""
     prev, argv = normed_network().double(), ["--mu", "0.5", "--frozen-mode", mode]  # exact in fp32
     perturb(prev, 0.2, seed=9)
     state = {"net": state_of(prev)}
@@ -95,9 +89,6 @@ def test_contrast_is_left_out_before_a_client_has_a_model(name):
     check_step(worker, step, x, y, twin, F.cross_entropy(twin(x), y))
 
 
-# --- Mixup
-
-
 def test_mixup_step():
     """Each batch, a short one too, has its own number and permutation."""
     worker, step, *_ = begin("mixup", ["--gamma", "0.8"])
@@ -121,9 +112,6 @@ def test_mixup_draws_from_beta():
     assert drawn.shape == (20_000,)
     assert drawn.var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), rel=0.03)
     assert (mixup.draw_beta(np.random.default_rng(0), 9, 0) == np.ones(9)).all()
-
-
-# --- distillation
 
 
 def test_fedkd_step():
@@ -155,9 +143,7 @@ def test_fitnet_compares_behind_the_pooling():
 
 
 def test_not_true_divergence_by_hand():
-    """Three classes, the true one 0.
-
-    Logits (9, 0, log 3) of the teacher give (1/4, 3/4) without it, the student's (1/2, 1/2)."""
+    """Without the true class 0 the teacher gives (1/4, 3/4), the student (1/2, 1/2)."""
     teacher = torch.tensor([[9.0, 0.0, np.log(3)]], **DOUBLE)
     out = torch.tensor([[-7.0, 2.0, 2.0]], **DOUBLE, requires_grad=True)
     found = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 1.0)
@@ -199,9 +185,7 @@ def test_fedgkd_step(later, gamma):
 
 
 def test_fedgkd_buffer():
-    """The mean of the last three global models, of which the initial one, 0, is none.
-
-    They are 1, 3, 6 and 10: means 1, (1 + 3) / 2, (1 + 3 + 6) / 3 and (3 + 6 + 10) / 3."""
+    """Of models 1, 3, 6, 10: means 1, (1 + 3) / 2, (1 + 3 + 6) / 3 and (3 + 6 + 10) / 3."""
     net, server, args = nn.Linear(2, 1), {}, args_of(fedgkd, *TINY, "--buffer", "3")
     with torch.no_grad():
         [p.zero_() for p in net.parameters()]

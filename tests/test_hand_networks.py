@@ -58,8 +58,7 @@ def test_spectral_norm():
 def test_fedalign_step_by_an_independent_formula(scale, lip_input):
     """CE + mu c mean((K_S - K_F)^2), K_F and f_(L-1) constant, c = CE / L_Lip constant (or 1).
 
-    Spelled out with functional calls and singular values. On cnn, block L is the second
-    convolution: 16 -> 32 channels, at width 0.25 its leading 8 -> 8."""
+    On cnn, block L is the second convolution, at width 0.25 its leading 8 -> 8 channels."""
     argv = ["--mu", "0.3", "--clip", "0", "--lip-scale", scale, "--lip-input", lip_input]
     worker, step, *_ = begin("fedalign", argv)
     x, y = batch(5)
@@ -88,9 +87,6 @@ def test_fedalign_survives_dead_features():
     assert all(p.isfinite().all() for p in worker.net.parameters())
 
 
-# --- StochDepth
-
-
 def test_stochdepth_probabilities():
     """rho_l = 1 - l/L (1 - rho_L), of 4 blocks at 0.8 by hand; and the code's rule."""
     found, code = stochdepth.keep_probabilities, [1, 1 - 0.2 / 3, 1 - 0.4 / 3, 0.8]
@@ -109,9 +105,7 @@ def test_stochastic_block():
 
 
 def test_stochdepth_step():
-    """Each of three blocks by its own number of the step's row, and the row by the step.
-
-    A skipped branch's statistics stay, bit for bit; others are those of a plain block."""
+    """Each block by its own number of the step's row; a skipped branch's statistics stay."""
     torch.manual_seed(0)
     branches = [nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4)) for _ in range(3)]
     blocks = [common.Residual(branch, nn.BatchNorm2d(4)) for branch in branches]
@@ -159,13 +153,8 @@ def test_stochdepth_draws_each_block_at_its_rate():
         stochdepth.adapt(common.build_net("cnn", 62), args)
 
 
-# --- GradAug
-
-
 def test_gradaug_shapes():
-    """The widest first; the narrowest is always --min-width, but with --widths paper.
-
-    Each sub-network has its own resolution."""
+    """The widest first; the narrowest is always --min-width, but with --widths paper."""
     worker, *_, args, _ = begin("gradaug", ["--subnets", "2"])
     assert len(worker.variants) == 4
     assert {r for s in worker.variants for _, r in s} <= {32, 28, 24, 20}
@@ -178,22 +167,13 @@ def test_gradaug_shapes():
     assert len({s[1][0] for s in many}) > 5
 
 
-def normed(h, dims, layer, c):
-    """Return h less its mean over dims, over its deviation, by the first c of a layer's weights."""
-    mean, var = h.mean(dims, keepdim=True), h.var(dims, keepdim=True, correction=0)
-    h = ((h - mean) / (var + 1e-5).sqrt()).reshape(len(h), c, *h.shape[-2:])
-    return h * layer.weight[:c, None, None] + layer.bias[:c, None, None]
-
-
 def sliced(net, x, c, flatten):
-    """Return the logits of the sub-network of test_gradaug_step() on x, by slices of its weights.
-
-    c: the channels that it keeps of each layer's 32."""
+    """Return the logits of test_gradaug_step()'s sub-network of c of 32 channels on x."""
     (conv1, norm, _), (conv2, group, _), (*_, linear, _), classifier = net
     h = F.conv2d(x, conv1.weight[:c], None, stride=4)
-    h = normed(h, (0, 2, 3), norm, c).relu()
+    h = F.batch_norm(h, None, None, norm.weight[:c], norm.bias[:c], training=True).relu()
     h = F.conv2d(h, conv2.weight[:c, :c], conv2.bias[:c], padding=1)
-    h = normed(h.unflatten(1, (2, c // 2)), (2, 3, 4), group, c).relu()
+    h = F.group_norm(h, 2, group.weight[:c], group.bias[:c]).relu()
     if flatten:  # a linear layer behind maps of 2 x 2: four inputs of each channel
         h = F.max_pool2d(h, 3).flatten(1)
         h = F.linear(h, linear.weight[:c, : 4 * c], linear.bias[:c]).relu()
@@ -204,10 +184,7 @@ def sliced(net, x, c, flatten):
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_gradaug_step(flatten):
-    """CE + mu (KL_1 + KL_2), students by hand on resized images, the teacher constant.
-
-    A layer of each kind. The students keep 24 and 16 of 32 channels; their images stay small, but
-    for a network that flattens its maps."""
+    """CE + mu (KL_1 + KL_2), students by slices of a layer of each kind, on resized images."""
     torch.manual_seed(0)
     pool, inputs = ([nn.MaxPool2d(3)], 128) if flatten else ([nn.AdaptiveAvgPool2d(1)], 32)
     norms = nn.ModuleList([nn.BatchNorm2d(32), nn.GroupNorm(2, 32)])
@@ -242,9 +219,6 @@ def test_gradaug_same_channels():
     assert gradaug.same_channels(1.0, (16, 50)) == 1.0
 
 
-# --- FedCKA
-
-
 def test_linear_cka_has_a_gradient_where_nothing_varies():
     ones = torch.ones(4, 3, requires_grad=True)
     fedcka.linear_cka(ones, torch.ones(4, 3)).backward()
@@ -253,9 +227,7 @@ def test_linear_cka_has_a_gradient_where_nothing_varies():
 
 @pytest.mark.parametrize("samples", [9, 8])
 def test_kernel_cka(samples):
-    """HSIC(j, k) = tr(j h k h), over the root of those with themselves; h centres.
-
-    The bandwidth is numpy's median of all pairs, which averages the middle two of an even count."""
+    """HSIC(j, k) = tr(j h k h), over the root of those with themselves; h centres."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(samples, 40)), rng.normal(size=(samples, 25)) + 2
     h, grams = np.eye(samples) - 1 / samples, []
@@ -318,9 +290,6 @@ def test_fedcka_step(metric, s):
     finish(generator)
     assert same(client.state["net"], worker.net.state_dict())
     assert not same(client.state["net"], w)
-
-
-# --- FedMLB
 
 
 CHOSEN = [("", [1, 2, 3, 4, 5], 5), ("--pathways 1,3", [1, 3], 2)]
