@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags, parts_of, same
-from hand import batch, begin, close, finish, gradients, normed_network, state_of, twins
+from hand import batch, begin, check_step, finish, normed_network, state_of, twins
 from methods import SCRIPTS, final
 
 import common
@@ -46,9 +46,8 @@ def kept(name, deltas):
 def test_rfedavg_step(name, argv, chosen, down):
     """rfedavg: CE + lam mean_j |phi - delta_j|^2; rfedavg+: CE + lam |phi - mean_j delta_j|^2.
 
-    Of clients 0, 1, 4 and 7 there are deltas; 0 trains, 0, 1, 3 and 4 are sampled. The reading of
-    the code takes those of sampled clients alone, in rfedavg+ the own one too. down: deltas that
-    are downloaded."""
+    0 trains, 0, 1, 3 and 4 are sampled; down: deltas that are downloaded. The reading of the code
+    takes those of sampled clients alone, in rfedavg+ the own one too."""
     g = torch.Generator().manual_seed(0)
     deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
     x, y = batch()
@@ -63,10 +62,7 @@ def test_rfedavg_step(name, argv, chosen, down):
     else:
         r_k = (mean - others.mean(0)).square().sum()
     total = F.cross_entropy(twin[-1](phi), y) + 0.3 * r_k
-    expected = torch.autograd.grad(total, list(twin.parameters()))
-    loss, grads = gradients(worker, step, x, y)
-    assert loss == pytest.approx(total.item(), rel=1e-5)
-    assert close(grads, expected, rtol=1e-4, atol=1e-6)  # features are fp32
+    check_step(worker, step, x, y, twin, total, rtol=1e-5, atol=1e-6)  # features are fp32
     assert client.bytes_down == 4 * 256 * down
     finish(generator)
     assert ("delta" in client.records) == ("rfedavg" in argv)  # or after the new global model
@@ -100,10 +96,9 @@ def test_sums_over_deltas_stay_exact(module):
     ],
 )
 def test_rfedavg_deltas(tmp_path, script, variant, sample, down):
-    """delta: of the local network at the end of the round, or of the new one, in eval mode.
+    """Deltas of the local network at the end of the round, or of the new one, in eval mode.
 
-    Bytes as 4S + 4dN down, 4S + 4d up; with sampling rfedavg+ downloads the new model once more.
-    The authors' code takes a random batch, and downloads the deltas of the round's others."""
+    Bytes are 4S + 4dN down, 4S + 4d up; with sampling rfedavg+ downloads the new model again."""
     data, out = extras.glyphs.glyphs(), tmp_path / "run"
     argv = [*TINY, "--variant", variant, "--sample", sample, "--rounds", "3", "--out", str(out)]
     run = functools.partial(common.run, data=data, net=normed_network())
