@@ -136,9 +136,6 @@ def test_weights_of_clients_without_training():
         common.set_weights(clients[:1], args, 7)
 
 
-# --- the engine
-
-
 def tiny_worker(*argv):
     """Return a worker on glyphs."""
     net = common.build_net("cnn", 62).to(memory_format=torch.channels_last)
@@ -191,9 +188,6 @@ def test_bf16_is_for_blocks_alone():
     assert seen == [False]
 
 
-# --- what only a GPU runs, as far as a CPU can show it
-
-
 def test_convolutions_are_searched_for_full_batches_alone():
     worker, seen = tiny_worker(), {}
     client = common.Client(0, np.arange(40), {})
@@ -229,12 +223,9 @@ def test_evaluation_batches_follow_the_pixels(side, cuda, size):
 def test_settings_of_cuda():
     """cuBLAS is set when common.py is imported; TF32 is the default on a GPU alone."""
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    chosen = {"cpu": "fp32", "cuda": "tf32", "cuda --precision fp32": "fp32"}
     with machine():
-        for words, precision in (
-            ("cpu", "fp32"),
-            ("cuda", "tf32"),
-            ("cuda --precision fp32", "fp32"),
-        ):
+        for words, precision in chosen.items():
             assert args_of(fedavg, "--device", *words.split()).precision == precision
 
 
