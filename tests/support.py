@@ -31,9 +31,6 @@ def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
     return content
 
 
-# --- images
-
-
 def make_tiny_imagenet(root, wnids=("n03", "n01", "n02"), size=64):
     """Write Tiny-ImageNet, three training images a class and a test image; return its folder."""
     rng = np.random.default_rng(0)
@@ -91,22 +88,16 @@ def make_mnist(root, name, train, test):
             (folder / f"{part}-{kind}-ubyte").write_bytes(content)
 
 
-# --- text
-
-
 def make_sent140(root, users=(("ann", 12), ("bob", 8), ("cy", 5), ("dee", 1)), seed=0):
     """Write Sentiment140's CSV under root; return its rows (user, label, text)."""
-    rng = np.random.default_rng(seed)
-    rows = []
+    rng, rows, lines = np.random.default_rng(seed), [], []
     for user, n in users:
         for label in rng.integers(2, size=n):
             letters = " ".join(rng.choice(list("pqrstuvw"), rng.integers(1, 6)))
             mood = "glad" if label else "sad"
-            rows.append((user, label, f"{user} is {mood} today, {letters}!"))
-    lines = []
-    for i, (user, label, text) in enumerate(rows):
-        date = "Mon Apr 06 22:19:45 PDT 2009"
-        lines.append(f'"{4 * label}","{i}","{date}","NO_QUERY","{user}","{text}"\n')
+            text, date = f"{user} is {mood} today, {letters}!", "Mon Apr 06 22:19:45 PDT 2009"
+            lines.append(f'"{4 * label}","{len(rows)}","{date}","NO_QUERY","{user}","{text}"\n')
+            rows.append((user, label, text))
     (root / "sent140").mkdir(parents=True, exist_ok=True)
     (root / "sent140" / "tweets.csv").write_text("".join(lines), encoding="latin-1")
     return rows

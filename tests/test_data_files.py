@@ -27,8 +27,7 @@ def test_femnist(tmp_path, monkeypatch):
     content = make_femnist(tmp_path)
     root = tmp_path / "femnist"
     data = readers.femnist(root)
-    assert data.x.shape == (56, 1, 28, 28)
-    assert data.classes == 62
+    assert (data.x.shape, data.classes) == ((56, 1, 28, 28), 62)
     assert len(data.y_test) == len(data.writers_test)
     for user, name in enumerate(sorted(content["test"])):  # numbered in the order of their names
         for part, x, y, writers in (
@@ -50,16 +49,12 @@ def test_femnist(tmp_path, monkeypatch):
     assert torch.equal(readers.femnist(root).x, data.x)
 
 
-# --- Tiny-ImageNet
-
-
 def test_tiny_imagenet(tmp_path, monkeypatch):
     root = make_tiny_imagenet(tmp_path)
     argv = ["--dataset", "tiny-imagenet", "--data-dir", str(tmp_path)]
     data = common.load_data(flags(*argv))
-    assert data.x.shape == (9, 3, 64, 64)
+    assert (data.x.shape, data.classes) == ((9, 3, 64, 64), 3)
     assert data.y.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert data.classes == 3
     pixels = np.array(Image.open(root / "train/n03/images/n03_1.JPEG"))
     assert torch.equal(data.x[7], torch.from_numpy(pixels).permute(2, 0, 1))
     assert data.y_test.tolist() == [2, 0, 1]
@@ -77,9 +72,6 @@ def test_tiny_imagenet(tmp_path, monkeypatch):
     cifar = common.load_data(flags("--normalise", "cifar10"))
     assert cifar.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
     assert cifar.std.flatten().tolist() == pytest.approx([0.2470, 0.2435, 0.2616])
-
-
-# --- ImageNet-200
 
 
 def imagenet_flags(root, size, *argv):
@@ -105,8 +97,7 @@ def test_imagenet_200(tmp_path):
     wnids = np.random.RandomState(1993).choice(names, 3, replace=False).tolist()
     assert (data.classes, data.image_size) == (3, 28)
     assert len(data.paths) == len(data.y) == len(set(data.paths)) == 12
-    assert data.x_test.shape == (6, 3, 28, 28)
-    assert data.x.shape == (0, 3, 28, 28)
+    assert (data.x.shape, data.x_test.shape) == ((0, 3, 28, 28), (6, 3, 28, 28))
     assert [path.split("/")[-2] for path in data.paths] == np.repeat(wnids, 4).tolist()
     labels = [sorted(wnids).index(wnid) for wnid in wnids]
     assert data.y.tolist() == np.repeat(labels, 4).tolist()
@@ -135,13 +126,8 @@ def test_imagenet_200_is_augmented_by_its_draws(tmp_path):
     list(worker.train(client, {"round": 2}, worker.net.state_dict(), local_update))
     rng = common.seeded_rng("batches", args.seed, 2, 0)
     tables = common.batch_tables(client.index, 4, args, worker.net, data, rng)
-    augment = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(28),
-            transforms.ColorJitter(0.4, 0.4, 0.4),
-            transforms.RandomHorizontalFlip(),
-        ]
-    )
+    jitter, flip = transforms.ColorJitter(0.4, 0.4, 0.4), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([transforms.RandomResizedCrop(28), jitter, flip])
     assert [len(x) for x, _ in batches] == [2, 1, 2, 1]
     for row, (x, y) in enumerate(batches):
         for i in range(len(x)):
@@ -153,8 +139,7 @@ def test_imagenet_200_is_augmented_by_its_draws(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, more",
-    [(fedavg, ["--workers", "2"]), (rfedavg, []), (fedavg, ["--augment", "none"])],
+    "script, more", [(fedavg, ["--workers", "2"]), (rfedavg, []), (fedavg, ["--augment", "none"])]
 )
 def test_training_on_streamed_images(tmp_path, script, more):
     make_imagenet(tmp_path)
@@ -173,9 +158,6 @@ def test_streamed_images_on_a_gpu(tmp_path):
     check_graph(tmp_path, fedavg, argv, 1e-4)
 
 
-# --- EMNIST
-
-
 def test_emnist_is_turned_upright(monkeypatch):
     x = torch.arange(3 * 28 * 28).view(3, 28, 28).to(torch.uint8)
 
@@ -188,13 +170,9 @@ def test_emnist_is_turned_upright(monkeypatch):
 
     monkeypatch.setattr(datasets, "EMNIST", fake)
     data = common.load_data(flags("--dataset", "emnist"))
-    assert data.x.shape == (3, 1, 28, 28)
-    assert data.classes == 62
+    assert (data.x.shape, data.classes) == ((3, 1, 28, 28), 62)
     assert data.x[1, 0, 2, 20] == x[1, 20, 2]
     assert common.resolve_augment(flags("--dataset", "emnist")) == []
-
-
-# --- Sentiment140
 
 
 def test_tokens():
@@ -230,8 +208,7 @@ def test_sent140(tmp_path):
     assert "cy" not in counts
     few = text.sent140(tmp_path / "sent140", args, vocabulary=6)
     assert few.words == data.words[:4]
-    assert few.x.max() == 5
-    assert (few.x == 1).any()
+    assert few.x.max() == 5 and (few.x == 1).any()
 
 
 def test_sent140_leak(tmp_path):
@@ -286,9 +263,6 @@ def test_sent140_of_leaf(tmp_path):
     assert read(data, data.x)[6] == "bob says \u00e91"
 
 
-# --- word vectors
-
-
 def test_word_vectors(tmp_path):
     """By hand; a word may hold spaces, as in GloVe's largest file."""
     (tmp_path / "glove.txt").write_text("the 1 2.5 -3\nb\u00e9 4e-1 0 1\nsad 7 8 9\n. . 1 2 3\n")
@@ -301,9 +275,6 @@ def test_word_vectors(tmp_path):
     assert random[1:].std() == pytest.approx(0.4, rel=0.01)
     assert torch.equal(random, text.word_vectors("random", ["b"] * 998))
     assert not torch.equal(random, text.word_vectors("random", ["a"] * 998, 1))
-
-
-# --- the network
 
 
 def text_data(*lengths):
@@ -369,9 +340,8 @@ def test_text_is_trimmed_to_the_batch():
 # --- the methods
 
 TEXT_METHODS = "fedavg; moon; scaffold; qfedavg --q 1e-4; rfedavg --variant rfedavg --lam 0.1"
-TEXT_METHODS += (
-    "; rfedavg_code; fitnet; fedgkd; fedper; ditto; fedmlb; fedmlb --direction global-local"
-)
+TEXT_METHODS += "; rfedavg_code; fitnet; fedgkd; fedper; ditto; fedmlb"
+TEXT_METHODS += "; fedmlb --direction global-local"
 
 
 def text_argv(tmp_path, method, *argv):
