@@ -51,9 +51,6 @@ def said(capsys, tmp_path, data, net, *argv):
     return capsys.readouterr()
 
 
-NAMES = ["cy", "ann", "bob", "dee"]
-
-
 def linear():
     return nn.Sequential(nn.Linear(6, 3))
 
@@ -83,7 +80,8 @@ def test_a_run_that_diverged_says_so(capsys, tmp_path, lr):
 
 def test_writers_by_name(capsys, tmp_path):
     """As by numbers in the names' order; without writers_test= a line says whose client_acc is."""
-    names, numbers = (np.array(v)[np.arange(80) % 4] for v in (NAMES, [2, 0, 1, 3]))
+    four = ["cy", "ann", "bob", "dee"], [2, 0, 1, 3]
+    names, numbers = (np.array(values)[np.arange(80) % 4] for values in four)
     clients, data, found = ["--partition", "natural", "--client-test"], tables(), []
     for writers in (names, numbers, names.tolist()):
         own_data = dataclasses.replace(data, writers=writers, writers_test=writers[:40])
@@ -99,9 +97,6 @@ def test_writers_by_name(capsys, tmp_path):
     line = "--client-test: not by writer; each client"
     assert said(capsys, tmp_path, data, linear(), *clients).err.count(line) == 1
     assert line in said(capsys, tmp_path, data, linear(), *clients[2:]).err
-
-
-# --- tensors
 
 
 def test_a_table_of_numbers(tmp_path):
@@ -120,8 +115,7 @@ def test_a_table_of_numbers(tmp_path):
     assert name.startswith("own-") and args.dataset == name.replace("own-", "own-heart-")
 
 
-@pytest.mark.parametrize("run", [common.run, plainly])
-def test_sequences_of_numbers(tmp_path, run):
+def test_sequences_of_numbers(tmp_path):
     """int64 stays int64 and is not normalised: what an embedding wants."""
     x = np.random.default_rng(0).integers(20, size=(90, 9))
     y = x[:, -1] % 2
@@ -130,7 +124,7 @@ def test_sequences_of_numbers(tmp_path, run):
     assert torch.equal(data.normalise(data.x), torch.from_numpy(x[:60]))
     net = nn.Sequential(nn.Embedding(20, 5), nn.Flatten(), common.Classifier(45, 2))
     args = flags("--partition", "iid", "--out", str(tmp_path / "run"))
-    _, rows = run(args, fedavg.local_update, data=data, net=net)
+    _, rows = common.run(args, fedavg.local_update, data=data, net=net)
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
 
@@ -165,9 +159,6 @@ def test_other_data_or_layers_do_not_resume(tmp_path):
     assert len(rows) == 2
 
 
-# --- map-style data sets
-
-
 def test_data_of_two_data_sets(tmp_path):
     data = tables()
     train = torch.utils.data.TensorDataset(data.x, data.y)
@@ -191,9 +182,6 @@ def test_data_of_pillow_images_and_arrays():
         assert torch.equal(data.x, expected)
         arrays = [(x.numpy(), np.int32(y)) for x, y in zip(data.x, data.y)]
         assert torch.equal(own.data_of(arrays, arrays).x, expected)
-
-
-# --- folders of images with clients
 
 
 def test_folder_with_clients(tmp_path):
@@ -254,34 +242,7 @@ def test_what_does_not_fit(f, words):
     assert words in refusal(f)
 
 
-# --- modules cut into blocks
-
-
-def resnet18(classes, seed=0):
-    """Return torchvision's network."""
-    torch.manual_seed(seed)
-    return torchvision.models.resnet18(num_classes=classes)
-
-
 RESNET = ["layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
-
-
-class Tutorial(nn.Module):
-    """A network as tutorials write it: functions between modules, one pooling layer for two."""
-
-    def __init__(self, classes=3, size=16):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 5)
-        self.pool = nn.MaxPool2d(2, 2)
-        self.conv2 = nn.Conv2d(8, 16, 3)
-        self.fc1 = nn.Linear(16 * ((size - 4) // 2 - 2) ** 2 // 4, 24)
-        self.fc2 = nn.Linear(24, classes)
-
-    def forward(self, x):
-        x = self.pool(F.relu(self.conv1(x)))
-        x = self.pool(F.relu(self.conv2(x)))
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        return self.fc2(x)
 
 
 def gradients(net, x, train):
@@ -294,7 +255,8 @@ def gradients(net, x, train):
 
 def test_blocks_of_resnet18():
     """Bit for bit the module's own forward and gradients, in both modes, with its parameters."""
-    module = resnet18(10)
+    torch.manual_seed(0)
+    module = torchvision.models.resnet18(num_classes=10)
     x = torch.randn(4, 3, 32, 32)
     net = networks.blocks(module, RESNET)
     assert [name for name, _ in net.named_children()] == ["stem", *RESNET]
@@ -306,19 +268,7 @@ def test_blocks_of_resnet18():
     assert isinstance(net[-1], common.Classifier)
     assert net[:2](x).shape[1] == module.layer1[1].conv2.out_channels
     assert same(common.copy_net(net).state_dict(), net.state_dict())
-
-
-def test_blocks_of_a_tutorial_network():
-    """Functions go with the module before them; deeper names, and a single block, do too."""
-    torch.manual_seed(0)
-    module, x = Tutorial(), torch.randn(5, 3, 16, 16)
-    net = networks.blocks(module, ["conv2", "fc1", "fc2"])
-    assert torch.equal(net(x), module(x))
-    assert net[0](x).shape == (5, 8, 6, 6)
-    assert net[1](net[0](x)).shape == (5, 16, 2, 2) or net[1](net[0](x)).ndim == 2
-    assert net[:-1](x).shape == (5, 24)
-    assert torch.equal(networks.blocks(module, ["fc2"])(x), module(x))
-    deep = networks.blocks(resnet18(5), ["layer1.1", "layer2", "fc"])
+    deep = networks.blocks(module, ["layer1.1", "layer2", "fc"])
     assert [name for name, _ in deep.named_children()] == ["stem", "layer1_1", "layer2", "fc"]
 
 
@@ -341,17 +291,9 @@ def skips(net, x):
     return net.d(net.c(net.b(h)) + h)
 
 
-def drops(net, x):
-    """Drop by a function that is told the mode."""
-    return net.b(F.dropout(net.a(x), 0.5, net.training))
-
-
-def branches(net, x):
-    """Take a path by the values of the input."""
-    return net.b(net.a(x)) if x.sum() > 0 else net.b(x)
-
-
 SKIPS = Parts("a b c d", skips)
+DROPS = Parts("a b", lambda net, x: net.b(F.dropout(net.a(x), 0.5, net.training)))
+BRANCHES = Parts("a b", lambda net, x: net.b(net.a(x)) if x.sum() > 0 else net.b(x))
 NAMED = Parts("first stem body_0 fc", lambda net, x: net.fc(net.body_0(net.body(net.stem(x)))))
 NAMED.body = nn.Sequential(nn.Linear(4, 4))  # body.0 beside body_0
 
@@ -373,15 +315,12 @@ def test_a_block_that_may_begin_after_a_skip():
         (SKIPS, ["e"], "'e' names no part"),
         (SKIPS, [], "at least one"),
         (SKIPS, ["a"], "'a' is not a linear layer"),
-        (Parts("a b", drops), ["b"], "asks for its mode; use nn.Dropout"),
-        (Parts("a b", branches), ["b"], "torch.fx cannot trace Parts"),
+        (DROPS, ["b"], "asks for its mode; use nn.Dropout"),
+        (BRANCHES, ["b"], "torch.fx cannot trace Parts"),
     ],
 )
 def test_what_cannot_be_cut(module, names, words):
     assert re.search(f"^blocks: .*{words}", refusal(networks.blocks, module, names))
-
-
-# --- saved weights
 
 
 def saved(path, classes):
