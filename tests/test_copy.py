@@ -130,17 +130,6 @@ def test_a_mistake_is_an_exception_with_the_shell_s_line(tmp_path, capsys, words
     assert (stop.value.code, capsys.readouterr().err) == (2, f"fedavg.py: error: {line}\n")
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), MemoryError(), KeyboardInterrupt()])
-def test_other_ends_of_a_run_are_exceptions_too(tmp_path, monkeypatch, capsys, error):
-    def fails(*_):
-        raise error
-
-    monkeypatch.setattr(common, "measure_round", fails)
-    with pytest.raises(type(error)):
-        fedavg.main([*TINY, "--local-steps", "1", "--out", str(tmp_path / "run")])
-    assert capsys.readouterr() == ("", "")
-
-
 def test_args_for_are_the_words_flags():
     """On, off, both spellings, lists and None; what a script derives from flags is there."""
     args = own.args_for(fedalign, clients=64, mu=0.1, drop_last=True, nesterov=False, leak=False)
@@ -209,16 +198,3 @@ def test_a_stopped_run_that_goes_on_keeps_no_older_model(tmp_path, monkeypatch):
             patch.setattr(run_folder.RunFolder, name, fails)
             fedavg.main([*words, "--resume"])
         assert (tmp_path / "run" / "model.pt").exists() == there
-
-
-def test_two_runs_in_a_process(tmp_path):
-    """The second is what it is alone: nothing of others is left."""
-    words = [*TINY, "--local-steps", "2", "--out"]
-    a, _ = fedavg.main([*words, str(tmp_path / "a")])
-    fedavg.main([*words, str(tmp_path / "other"), "--seed", "1"])
-    torch.rand(5)
-    moon.main([*words, str(tmp_path / "moon")])
-    b, _ = fedavg.main([*words, str(tmp_path / "b")])
-    assert same(a.state_dict(), b.state_dict())
-    a, b = (config_of(tmp_path / k)["flags"] for k in "ab")
-    assert a == {**b, "out": a["out"]}
