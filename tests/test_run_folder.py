@@ -18,7 +18,6 @@ import zlib
 import pytest
 import torch
 from conftest import TINY, refusal, refused, run_once, same
-from methods import ROOT
 from runs import assert_equal_runs, config_of, equal, rounds_in, rows_of, start, write_config
 
 import common
@@ -74,9 +73,6 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-# --- what is in it
-
-
 def test_what_a_run_leaves(run):
     """model.pt and best.pt are the checkpoint's, which names files of each client's last round."""
     config, state = config_of(run), run_folder.load(run / "checkpoint.pt")
@@ -97,9 +93,6 @@ def test_what_a_run_leaves(run):
     (run / "best.pt").write_bytes(b"x")
     scaffold.main(resumed(run))
     assert contents(run) == before
-
-
-# --- resuming
 
 
 def test_the_flags_of_the_run_are_the_defaults(tmp_path):
@@ -176,9 +169,6 @@ def test_other_versions_are_told(run, capsys, monkeypatch):
     monkeypatch.setitem(run_folder.VERSIONS, "torch", "9.0.0")
     scaffold.main(resumed(run))
     assert capsys.readouterr().err == f"{run}: began with torch {torch.__version__} (now 9.0.0)\n"
-
-
-# --- locks
 
 
 def test_one_process_a_run(tmp_path, capsys):
@@ -326,9 +316,6 @@ def test_a_flipped_bit_is_noticed(run, name):
             assert equal(found, expected[: len(found)] if type(found) is list else expected), i
 
 
-# --- leftovers, a user's files, disks
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_longer_run_keeps_the_clients_of_its_own_last_round_alone(tmp_path, keep):
     """Those of the last round stay until another one is committed; a user's file stays."""
@@ -366,25 +353,6 @@ def test_divergence_loses_nothing(tmp_path):
     with pytest.raises(FloatingPointError, match="round 2, client 2"):
         common.run(parser.parse_args(resumed(out, "--rounds", 3)), local_update)
     assert contents(out) == good
-
-
-# --- what clients keep between rounds
-
-
-def test_states_are_read_when_a_client_trains(tmp_path, monkeypatch):
-    """Not at the start of a resumed run; who has not taken part has none."""
-    out, seen, load = tmp_path / "run", [], run_folder.load
-    argv = [*TINY, "--clients", "6", "--sample", "0.34", "--local-steps", "2", "--out", str(out)]
-    _, rows = scaffold.main(argv)
-    trained = {k: row["round"] for row in rows for k in row["clients"]}
-    assert {path.name for path in (out / "states").iterdir()} == {
-        f"{k}-{t}.pt" for k, t in trained.items()
-    }
-    monkeypatch.setattr(run_folder, "load", lambda *args: (seen.append(args[0]), load(*args))[1])
-    _, rows = scaffold.main(resumed(out, "--rounds", 3))
-    read = {path.name for path in seen if path.parent.name == "states"}
-    assert read == {f"{k}-{trained[k]}.pt" for k in rows[-1]["clients"] if k in trained}
-    assert read and len(trained) < 6
 
 
 # --- what tells a run's code from other code
@@ -489,18 +457,3 @@ def test_closed_streams(tmp_path):
     argv = [*TINY[:-3], "--device", "cpu", "--local-steps", "1", "--out", str(tmp_path / "run")]
     assert start("fedavg", *argv, preexec_fn=close).wait(200) == 0
     assert rounds_in(tmp_path / "run") == 2
-
-
-PER_PROCESS = """
-import os
-import chaos, engine, numpy
-engine.Worker.rng = lambda worker, name: numpy.random.default_rng(os.getpid())
-chaos.main("--minutes 9 --cases 4".split())
-"""
-
-
-def test_a_resume_that_draws_other_numbers_is_noticed():
-    command = [sys.executable, "-c", PER_PROCESS]
-    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "differs from the uncut run's" in done.stdout
