@@ -3,11 +3,9 @@
     python tests/chaos.py --minutes 30 --seed 0
     python tests/chaos.py --seed 0 --case 17       one case, and what it did
 
-Run by hand, and for a minute by .ci/run. A run is killed, interrupted or robbed of its disk or of a
-file at one of its file operations, and so are its resumes; the last one ends with what the uncut
-run has, bit for bit, or is refused by one line and exit code 2 where a file is gone. What a kill
-behind an operation leaves is what one before the next leaves: a cut before each of them, and inside
-of each write, are all that there are. Exit code 1 if any case failed."""
+A run is killed, interrupted or robbed of its disk or of a file before one of its file operations or
+inside of a write, and so are its resumes; the last one ends with what the uncut run has, bit for
+bit, or is refused by one line where a file is gone. Exit code 1 if any case failed."""
 
 import argparse
 import functools

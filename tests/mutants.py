@@ -3,11 +3,8 @@
     pip install cosmic-ray
     python tests/mutants.py [FILE...] [--count 20] [--seed 0]
 
-FILE: scripts, or files of TESTS; by default all of them. Run by hand, outside the suite. Of the
-mutants of each file so many are drawn at random; the tree is copied to a temporary folder, and of
-each mutant the tests that TESTS names are run, up to the first that fails. Prints those that no
-test notices, and a line a file.
-"""
+FILE: those of TESTS; by default all. Of each file so many mutants are drawn, planted in a copy of
+the tree, and tried by the tests that TESTS names. Prints those that no test notices."""
 
 import argparse
 import difflib

@@ -2,12 +2,9 @@
 
     python tests/mutations.py [NAME...]     all mutations, or those whose names (FILE:N) begin so
 
-Run by hand, outside the suite. Each mutation, of mutations.txt, is a false reading of a paper: a
-sign, a factor, a gradient that is cut, a teacher for a student. The tree is copied to a temporary
-folder, one text of one file is replaced there, and the test named is run in a process of its own.
-It must fail by an assertion, no other error counts; unchanged, all must pass. Exits with 1 if a
-mutation survives. tests/mutants.py makes the mutants that need no reading.
-"""
+Each mutation, of mutations.txt, is a false reading of a paper, planted in a copy of the tree. The
+test that it names must fail by an assertion; unchanged, all must pass. Exit code 1 if one survives.
+tests/mutants.py makes the mutants that need no reading."""
 
 import argparse
 import os
