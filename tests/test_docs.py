@@ -110,9 +110,6 @@ def write_scripts(page, folder):
             (folder / named[1]).write_text(block.text)
 
 
-# --- commands parse
-
-
 class ParsedError(Exception):
     """Raised once flags are parsed, before any work."""
 
@@ -169,9 +166,6 @@ def test_command_parses(block, words, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     check_parses(words, tmp_path, monkeypatch)
-
-
-# --- commands and Python blocks run
 
 
 def runnable(block):
@@ -236,9 +230,6 @@ def test_python_block_runs(block, tmp_path, monkeypatch, capsys):
     check_output(block, "".join(capsys.readouterr()))
 
 
-# --- the pages
-
-
 def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= 150
 
@@ -267,9 +258,6 @@ def test_links_and_names_hold(page):
 def test_all_pages_are_linked():
     linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)\)", README.read_text()))
     assert linked == {page.name for page in PAGES} - {"README.md"}
-
-
-# --- tables
 
 
 def code_lines(path):
@@ -309,9 +297,7 @@ def test_docstring_command_parses(name, capsys):
     assert set(re.findall(r"^  (--[\w-]+)", printed, re.M)) >= {"--rounds", *own}
     command = doc.replace("\\\n", " ").splitlines()[-1].split()
     assert command[:2] == ["python", f"{name}.py"]
-    args = args_of(SCRIPTS[name], *command[2:])
-    assert args.dataset in ("cifar100", "cifar10", "mnist")
-    assert args.clients in (10, 16, 20, 100, 500)
+    assert args_of(SCRIPTS[name], *command[2:]).script == name
 
 
 def method_rows():
