@@ -92,6 +92,11 @@ def test_at_width_one_is_the_plain_call(name):
             common.at_width(net, x, 0.5)
 
 
+def test_at_width_refuses_grouped_convolutions():
+    with pytest.raises(common.UserError, match="grouped"):
+        common.at_width(nn.Conv2d(16, 16, 3, groups=2), torch.randn(1, 16, 16), 0.5)
+
+
 def test_bypasses():
     """Fire modules 3, 5 and 7 add their input, as do the 2 + 2 + 3 + 2 + 2 - 1 units of MobileNet
     that keep size and width."""
