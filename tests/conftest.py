@@ -80,11 +80,9 @@ def parts_of(args):
 
 def from_shell(script, argv):
     """Call a script's main as its command line does."""
-    with unittest.mock.patch.object(
-        sys, "argv", [getattr(script, "__file__", "fedavg.py"), *map(str, argv)]
-    ):
-        with common.one_line_errors():
-            return script.main()
+    argv = [getattr(script, "__file__", "fedavg.py"), *map(str, argv)]
+    with unittest.mock.patch.object(sys, "argv", argv), common.one_line_errors():
+        return script.main()
 
 
 def refusal(f, *args, **options):

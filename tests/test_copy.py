@@ -116,9 +116,6 @@ def test_an_error_within_a_file_is_not_a_missing_file(tmp_path, monkeypatch):
         common.import_extra("broken", "--dataset femnist")
 
 
-# --- from Python
-
-
 @pytest.mark.parametrize("words", ["--lr 0", "--clients 601 --partition iid", "--resume"])
 def test_a_mistake_is_an_exception_with_the_shell_s_line(tmp_path, capsys, words):
     out = [] if "--resume" in words else ["--out", str(tmp_path / "run")]

@@ -5,7 +5,6 @@ import ast
 import csv
 import dataclasses
 import difflib
-import importlib
 import importlib.util
 import json
 import os

@@ -25,6 +25,7 @@ from extras import partitions
 
 ALL = np.arange(501)
 LATER = "--lr 0.2 --lr-decay 0.5"  # 0.1 in round 2
+GRADIENT = "--correction gradient --momentum"
 
 
 def one_weight():
@@ -218,13 +219,7 @@ def test_effective_steps(weight, m, nesterov):
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        "",
-        LATER,
-        f"--momentum 0.9 {LATER}",
-        "--momentum 0.9 --no-nesterov --correction gradient",
-        "--momentum 0.5 --correction gradient",
-    ],
+    ["", LATER, f"--momentum 0.9 {LATER}", f"{GRADIENT} 0.9 --no-nesterov", f"{GRADIENT} 0.5"],
 )
 def test_scaffold_renews_its_variate_by_the_mean_gradient(monkeypatch, argv):
     """Option II on a loss that is linear in the weights, so that the gradient is g in every step.

@@ -217,9 +217,6 @@ def test_a_failed_start_leaves_no_folder(tmp_path, capsys):
     assert len(rows_of(out)) == 1
 
 
-# --- what is refused, and changes nothing
-
-
 REFUSED = [
     (scaffold, ["--out", "RUN"], ["RUN", "exists already", "--resume"]),
     (scaffold, ["--out", "RUN/model.pt"], ["model.pt"]),
