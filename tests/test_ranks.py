@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from conftest import TINY, refusal
-from methods import ROOT
+from methods import ROOT, SHORT, VARIANTS, needed
 from makers import make_run, read_rows
 import runs
 from runs import assert_equal_runs, config_of, rounds_in, write_config
@@ -293,3 +293,18 @@ def test_one_process_is_no_torchrun(monkeypatch, rank, size, found):
     if rank:
         monkeypatch.setenv("RANK", rank)
     assert common.under_torchrun() == found
+
+
+@pytest.mark.skipif("EVERY_METHOD" not in os.environ, reason="takes many minutes: EVERY_METHOD=1")
+@pytest.mark.parametrize("ranks, workers", [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_every_method(tmp_path, ranks, workers):
+    def lines(place, workers):
+        for i, (name, more) in enumerate(VARIANTS):
+            words = [*TINY, *needed(name, more.split()), *SHORT[:-1], str(workers), *more.split()]
+            yield " ".join([name, *words, "--out", str(tmp_path / place / str(i))])
+
+    run_here(lines("one", 1))
+    code, err = run_ranks(lines("several", workers), ranks, tmp_path)
+    assert code == 0, err
+    for i in range(len(VARIANTS)):
+        assert_equal_runs(tmp_path / "one" / str(i), tmp_path / "several" / str(i))

@@ -44,7 +44,7 @@ def test_the_table_by_hand(tmp_path, capsys, pages):
     make(runs, "FedAvg", 0, (10, 20, 30, 40), client_acc_worst=8.0)
     make(runs, "FedAvg", 1, (10, 20, 30, 50), before=2.0, client_acc_worst=9.0)
     more = {"before": 3.0, "bytes_up": 10200}  # + 12750 down, over 25500
-    make(runs, "SCAFFOLD", 0, (10, 41, 42, 46), **more)
+    make(runs, "SCAFFOLD", 0, (10, 41, 42, 46), seconds={"train": 0.5}, **more)
     other = make(runs, "SCAFFOLD", 1, (10, 20, 30, 48), seconds={"train": 99.0}, **more)
     write_config(other, device="NVIDIA H200")  # whose seconds do not compare
     make(runs, "FedNova", 2, (10, 20, 30, 44))  # where FedAvg has not been
@@ -53,7 +53,7 @@ def test_the_table_by_hand(tmp_path, capsys, pages):
     early, last = pages.read_text().partition("Two labels")[0].split("the last round:")
     head = "method | accuracy | over FedAvg | worst client | s | MB | rounds to |"
     own = "45.00 +- 7.07 (2) | - | 8.50 +- 0.71 (2) | 1.00x | 1.00x | 50 +- 0 | 68.2"
-    other = "47.00 +- 1.41 (2) | +2.00 +- 5.66 (2) | - | 1.00x | 0.90x | 50+ (1 of 2: 48) | 69.8"
+    other = "47.00 +- 1.41 (2) | +2.00 +- 5.66 (2) | - | 0.50x | 0.90x | 50+ (1 of 2: 48) | 69.8"
     for line in (
         f"{head} published |",
         f"FedAvg | {own} |",
@@ -65,7 +65,7 @@ def test_the_table_by_hand(tmp_path, capsys, pages):
     for line in (
         f"{head}\n",
         "FedAvg | 1.50 +- 0.71 (2) | - | 8.50",
-        "SCAFFOLD | 3.00 +- 0.00 (2) | +1.50 +- 0.71 (2) | - | 1.00x | 2.35x | 1 +- 0 |\n",
+        "SCAFFOLD | 3.00 +- 0.00 (2) | +1.50 +- 0.71 (2) | - | 0.50x | 2.35x | 1 +- 0 |\n",
         "FedProx | 4.00 (1) | +3.00 (1) | - | 1.00x | 1.00x | 1 |\n",
     ):
         assert f"\n| {line}" in early
@@ -79,18 +79,21 @@ def test_pages_and_results(tmp_path, capsys, pages):
         make(runs, "FedAvg", k, (10, 20, 30, 40))
         make(runs, "MOON", k, (10, 20, 30, 41 + k), before=2.0)
     make(runs, "FedAvg", 0, (1, 2, 3, 4), "labels2-fedavg", "labels=2")
+    make_run(
+        runs / "benchmark" / "mixup-ds0", CELL["alpha=0.5", "Mixup"].command, accuracies=[9] * 9
+    )
+    with (runs / "benchmark" / "moon-ds1" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 51')  # which is being written
     run_reproduce(capsys, "benchmark", "--publish", "--runs", runs)
     kept = tmp_path / "kept" / "benchmark" / "moon-ds1"
     assert sorted(path.name for path in kept.iterdir()) == ["config.json", "metrics.jsonl"]
     assert config_of(kept)["flags"]["out"] == "results/benchmark/moon-ds1"
-    assert read_rows(kept) == read_rows(runs / "benchmark" / "moon-ds1")
+    assert len(read_rows(kept)) == 50 and not (kept.parent / "mixup-ds0").exists()
     text = pages.read_text()
     assert "](benchmark.svg)" in text and text.startswith("before\n") and text.endswith("after\n")
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
-    readme, row = (
-        (tmp_path / "README.md").read_text(),
-        r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$",
-    )
+    readme = (tmp_path / "README.md").read_text()
+    row = r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$"
     accuracies = {name: text for name, text in re.findall(row, readme, re.M) if text != "–"}
     assert accuracies == {"moon": "2.00 +- 0.00 (2)", "fedavg": "1.00 +- 0.00 (2)"}  # of round 10
     assert re.search(r"Two labels a client, after the last .*(\n.*){3}\n\| FedAvg \| 4\.00 ", text)
@@ -132,6 +135,7 @@ def test_the_command_on_glyphs(tmp_path, capsys, started):
     assert code == 0 and "8 of 8 runs finished" in out and len(started) == 8
     root = tmp_path / "benchmark-glyphs-clients2-labels62-local-steps2"
     assert (root / "picture.png").exists()
+    assert "10:\n\nmethod" not in out  # no run has ten rounds
     assert "68.2" not in out  # published of another data set
     assert re.search(r"\nFedNova +9\.00 \+- 0\.00 \(2\) ", out)
     flags = config_of(root / "labels2-fedavg-ds1")["flags"]
