@@ -72,7 +72,6 @@ def client_tests():
 WRITERS = LABELS * 7 % 13 + np.arange(3000) % 5
 SPLITS = [  # a split, its digest, and by how much sizes differ
     (lambda: dirichlet(7, 0.3, 3), "78b906738019acf1", 248),
-    (lambda: dirichlet(40, 0.1, 0), "5f62e52c1e73fd2f", 181),
     (lambda: dirichlet(60, 0.3, 2), "38eb7feb183686be", 97),  # the second draw
     (lambda: dirichlet(40, 0.001, 1), "abc27c4d9a02213d", 310),  # the 271st draw
     (lambda: common.iid_partition(LABELS, 7, 3), "c16bf002454b8ff6", 1),

@@ -63,9 +63,8 @@ def groups_of(folder, *commands):
 
 
 PROX = "fedprox.py --dataset glyphs --epochs"
-# x and commands; then each line of the picture and its points, each with its command's number: in
-# order of the flag, a line for each value of the others, a method without the flag as a level, and
-# one line of those left alone if they differ in their batches besides
+# x and commands; then each line of the picture, in order of x, its points with their command's
+# number: a level without the flag, a line for each value of others, one of those left alone
 LINES = f"""
 mu | fedprox.py --mu 1 | fedavg.py | fedprox.py --mu 0.01
     FedProx: 0.01=3 1.0=1

@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import os
 import shlex
 import signal
 import subprocess
@@ -17,8 +16,6 @@ from tqdm import tqdm
 import common
 from reproduce import jobs
 from reproduce.jobs import run_all, run_child
-
-ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
 class Child:
@@ -95,7 +92,8 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
     done, cut = folder / "fedprox-seed0", folder / "fedavg-seed0"
     make_run(done, f"fedprox.py {shlex.join(flags)}", accuracies=[1.0] * 40)
     line = [sys.executable, "-c", code, *argv]
-    process = subprocess.Popen(line, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not rounds_in(cut):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
