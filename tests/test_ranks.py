@@ -38,15 +38,8 @@ def start(lines, ranks, folder, before="", options=(), **more):
     path = folder / f"lines-{time.monotonic_ns()}"
     path.write_text("\n".join(lines))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
-    command = [
-        *torchrun,
-        f"--nproc-per-node={ranks}",
-        "--no-python",
-        sys.executable,
-        "-c",
-        before + DRIVER,
-        str(path),
-    ]
+    torchrun += [f"--nproc-per-node={ranks}", "--no-python", sys.executable]
+    command = [*torchrun, "-c", before + DRIVER, str(path)]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     environment["PYTHONFAULTHANDLER"] = "1"  # where a process dies of a signal
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}

@@ -37,9 +37,7 @@ def make(root, method, k, accuracies, name=None, setting="alpha=0.5", before=1.0
 
 
 def test_the_table_by_hand(tmp_path, capsys, pages):
-    """Differences, ratios and rounds are of runs on one partition.
-
-    What is not finished counts in the table after round 10 alone."""
+    """Differences are of runs on one partition; what is not finished counts after round 10."""
     runs = tmp_path / "runs"
     make(runs, "FedAvg", 0, (10, 20, 30, 40), client_acc_worst=8.0)
     make(runs, "FedAvg", 1, (10, 20, 30, 50), before=2.0, client_acc_worst=9.0)
