@@ -26,6 +26,7 @@ import concurrent.futures
 import contextlib
 import csv
 import functools
+import gc
 import importlib
 import json
 import os
@@ -193,6 +194,7 @@ def memory(words, device):
     held, host = [], []
 
     def on_round(row, net):
+        gc.collect()  # tensors in cycles would count until Python happens to look
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
         host.append(round(pages * mmap.PAGESIZE / 2**20, 1))
         held.append(0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**20, 1))
