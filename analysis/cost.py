@@ -175,12 +175,10 @@ def count(call, draws):
     macs["round"] = outside / (CLIENTS * ROUNDS * args.batch_size)
     model = common.nbytes(net.state_dict())
     more = {"down": client.bytes_down, "up": client.bytes_up}
-    return {
-        **{name: getattr(args, name) for name in ("script", "model", "dataset", "batch_size")},
-        "macs_per_sample": macs,
-        "parameters": stored_numbers(net, client.state, worker.read),
-        "bytes": {way: n + client.model.get(way, model) for way, n in more.items()},
-    }
+    traffic = {way: n + client.model.get(way, model) for way, n in more.items()}
+    stored = stored_numbers(net, client.state, worker.read)
+    result = {name: getattr(args, name) for name in ("script", "model", "dataset", "batch_size")}
+    return result | {"macs_per_sample": macs, "parameters": stored, "bytes": traffic}
 
 
 def main(argv=None):

@@ -86,12 +86,8 @@ def analyse(run, args):
         for key, (xy, axes) in planes.items()
     }
     result = {name: getattr(args, name) for name in ("clients", "classes", "of", "seed")}
-    result |= {
-        "samples": list(map(len, index)),
-        "features": together.shape[1],
-        "pca_variance": shares.tolist(),
-    }
-    return result, arrays, drawn
+    result |= {"samples": list(map(len, index)), "features": together.shape[1]}
+    return result | {"pca_variance": shares.tolist()}, arrays, drawn
 
 
 def main(argv=None):

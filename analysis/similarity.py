@@ -88,14 +88,10 @@ def analyse(run, args):
     parts = tqdm(run.data.x_test.split(BATCH), "test set", disable=None)
     batches = (common.channels_last(run.data.normalise(x)) for x in parts)
     values = layer_similarities(run.net, nets, batches)
-    result = {
-        "layers": layer_names(run.net),
-        "clients": run.clients,
-        "linear_cka": values.tolist(),
-        "mean": values.mean(0).tolist(),
-        "test_samples": len(run.data.x_test),
-    }
-    return result, {}, {"layers": (pictures.layers, result["layers"], values, run.title)}
+    layers = layer_names(run.net)
+    result = {"layers": layers, "clients": run.clients, "linear_cka": values.tolist()}
+    result |= {"mean": values.mean(0).tolist(), "test_samples": len(run.data.x_test)}
+    return result, {}, {"layers": (pictures.layers, layers, values, run.title)}
 
 
 def main(argv=None):

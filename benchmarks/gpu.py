@@ -85,9 +85,8 @@ WAYS = {  # to run a case of correct
     "cpu": "--workers 1 --device cpu",
 }
 EPOCHS = 4  # of Table 5's 20 that are run
-README = (
-    "--dataset glyphs --model resnet8 --clients 10 --rounds 10 --epochs 1 --lr 0.1 --lr-decay 0.8"
-)
+README = "--dataset glyphs --model resnet8 --clients 10 --rounds 10 --epochs 1"
+README += " --lr 0.1 --lr-decay 0.8"
 TYPICAL = "fedalign --alpha 0.1 --clients 64 --sample 0.25"
 COMMANDS = f"readme; {TYPICAL} --epochs 5; {TYPICAL} --epochs 10"
 IMAGES = (50_000, 10_000)  # to train on, to test on; --small has fewer
@@ -282,16 +281,10 @@ def two_rounds(words, device):
     """Seconds of two rounds on random images, to train and aggregate: the first one captures."""
     flags = [*words[1:], "--rounds", "2", "--eval-every", "2", "--device", device, "--quiet"]
     _, rows, config = train(words[0], flags, data=random_images())
-    times = [row["seconds"]["train"] + row["seconds"]["aggregate"] for row in rows]
-    return {
-        "first": times[0],
-        "second": times[1],
-        "samples/s": rows[1]["samples"] / times[1],
-        "evaluate": rows[1]["seconds"]["evaluate"],
-        "workers": config["workers"],
-        "graphs": config.get("graph"),
-        "GiB": rows[1]["peak_memory"] / 2**30,
-    }
+    first, second = (row["seconds"]["train"] + row["seconds"]["aggregate"] for row in rows)
+    row = {"first": first, "second": second, "samples/s": rows[1]["samples"] / second}
+    row |= {"evaluate": rows[1]["seconds"]["evaluate"], "GiB": rows[1]["peak_memory"] / 2**30}
+    return row | {"workers": config["workers"], "graphs": config.get("graph")}
 
 
 def rounds(words, device):

@@ -103,17 +103,10 @@ def measure(script, clients, rounds, flags):
     beyond = [sum(part.get(name, 0) for name in BEYOND) for part in parts]
     beyond = [s - checkpoint for s, checkpoint in zip(beyond, checkpoints)]  # of the round before
     peaks = [row["peak_memory"] for row in rows]
-    return {
-        "script": script,
-        "clients": clients,
-        "start": start,
-        "round": statistics.median(beyond),
-        "checkpoint": statistics.median(checkpoints[1:]),
-        "MB": size / 1e6,
-        "resume": resume,
-        "peak GB": peaks[-1] / 1e9,
-        "growth MB": (peaks[-1] - peaks[len(peaks) // 2]) / 1e6,
-    }
+    row = {"script": script, "clients": clients, "start": start}
+    row |= {"round": statistics.median(beyond), "checkpoint": statistics.median(checkpoints[1:])}
+    row |= {"MB": size / 1e6, "resume": resume, "peak GB": peaks[-1] / 1e9}
+    return row | {"growth MB": (peaks[-1] - peaks[len(peaks) // 2]) / 1e6}
 
 
 def main(argv=None):

@@ -179,14 +179,8 @@ def draw_differences(ax, gains):
     for i, own in enumerate(gains.values()):
         mean = Mean.of(own)
         ax.plot(own, [i] * mean.n, ".", color="0.6")
-        ax.errorbar(
-            mean.mean,
-            i,
-            xerr=mean.std and 2 * mean.std,
-            fmt="o",
-            color=pictures.COLOURS[0],
-            capsize=2,
-        )
+        style = {"fmt": "o", "capsize": 2, "color": pictures.COLOURS[0]}
+        ax.errorbar(mean.mean, i, xerr=mean.std and 2 * mean.std, **style)
     ax.set_yticks(range(len(gains)), [f"{method} ({len(own)})" for method, own in gains.items()])
     ax.axvline(0, color="0.5", linewidth=0.8)
     ax.set_xlabel("accuracy over FedAvg's on the same partitions (n):\neach, mean, two deviations")
