@@ -12,11 +12,9 @@ finished (the learning rate is constant, so a run of ten rounds would give the s
     accuracy       of the global model on the whole test set, in %
     over FedAvg    the same less that of FedAvg's run on the same partition
     worst client   accuracy of the worst client
-    s              seconds of the fastest round over those of FedAvg's run on the same partition,
-                   where the machine and --workers are the same
+    s              seconds of the fastest round over FedAvg's, on the same machine and --workers
     MB             bytes of a round over those of FedAvg's run
-    rounds to      the first round in which the accuracy is at least that of FedAvg's run on the
-                   same partition in the table's round; 50+: in none of the 50
+    rounds to      the first with at least FedAvg's accuracy in the table's round; 50+: none of 50
     published      the mean in NIID-Bench's paper
 a +- b (n): mean and sample standard deviation over n partitions.
 """
@@ -165,12 +163,13 @@ def draw_settings(plt, settings):
 
 
 def draw_accuracies(ax, runs):
-    """Draw the mean curve of each of {method: runs}, from a fifth of the rounds on."""
+    """Draw mean curves of {method: runs}, on the partitions of all, from a fifth of the rounds."""
+    shared = set.intersection(*({run.seeds for run in own} for own in runs.values()))
     for (method, own), colour in zip(runs.items(), pictures.COLOURS):
-        points = curve(Group(own, []), "rounds", "test_acc")
-        rounds, means = zip(*((x, mean.mean) for x, mean in points[len(points) // 5 :]))
-        ax.plot(rounds, means, label=method, color=colour)
-    ax.set(xlabel="communication rounds", ylabel="test accuracy (%)")
+        points = curve(Group([r for r in own if r.seeds in shared], []), "rounds", "test_acc")
+        means = [(x, mean.mean) for x, mean in points[len(points) // 5 :]]
+        ax.plot(*zip(*means), label=method, color=colour)
+    ax.set(xlabel=f"communication rounds ({len(shared)})", ylabel="test accuracy (%)")
     ax.legend(fontsize="small")
 
 
@@ -209,10 +208,11 @@ def publish(runs_of, root, commands):
     compare.replace_section(PAGE, print_page, MARKS)
     text = README.read_text()
     early = settings[TITLES[MAIN], f"round {EARLY}"]
-    for cell, (runs, _) in reversed(early.items()):  # a script's first cell last
+    for cell, found in reversed(early.items()):  # a script's first cell last
         row = rf"^(\| \[`{cell.command.split()[0]}`\].* \| )[^|]*( \|[^|]*\|[^|]*\|)$"
-        accuracy = Mean.of([run.rows[-1]["test_acc"] for run in runs])
-        text = re.sub(row, rf"\g<1>{with_n(accuracy) if runs else '–'}\2", text, flags=re.M)
+        line = line_of(cell, *found, {})
+        shown = line["accuracy" if cell.method == "FedAvg" else "over FedAvg"]
+        text = re.sub(row, rf"\g<1>{shown}\2", text, flags=re.M)
     run_folder.write_atomically(README, text.encode())
     return 0
 

@@ -7,6 +7,7 @@ from makers import CELLS, ROOT, Started, is_refused, make_run, read_rows, run_re
 from runs import config_of, write_config
 
 from reproduce import benchmark, jobs
+from reproduce.runs import read_run
 
 CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
 
@@ -92,11 +93,23 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
     readme = (tmp_path / "README.md").read_text()
     row = r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$"
-    accuracies = {name: text for name, text in re.findall(row, readme, re.M) if text != "–"}
-    assert accuracies == {"moon": "2.00 +- 0.00 (2)", "fedavg": "1.00 +- 0.00 (2)"}  # of round 10
+    accuracies = {name: text for name, text in re.findall(row, readme, re.M) if text != "-"}
+    assert accuracies == {"moon": "+1.00 +- 0.00 (2)", "fedavg": "1.00 +- 0.00 (2)"}  # of round 10
     assert re.search(r"Two labels a client, after the last .*(\n.*){3}\n\| FedAvg \| 4\.00 ", text)
     run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
     assert pages.read_text() == text
+
+
+def test_curves_are_of_the_partitions_of_all(tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    folders = {
+        "FedAvg": [make(tmp_path, "FedAvg", k, (1, 2), before=10.0 * k) for k in (1, 2)],
+        "MOON": [make(tmp_path, "MOON", 2, (1, 2), before=5.0)],
+    }
+    ax = plt.figure().gca()
+    benchmark.draw_accuracies(ax, {k: [read_run(f) for f in own] for k, own in folders.items()})
+    assert [line.get_ydata()[0] for line in ax.lines] == [20.0, 5.0]
+    plt.close()
 
 
 def test_runs_of_other_flags_are_not_published(tmp_path, capsys, pages):
