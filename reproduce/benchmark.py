@@ -169,7 +169,7 @@ def draw_accuracies(ax, runs):
         points = curve(Group([r for r in own if r.seeds in shared], []), "rounds", "test_acc")
         means = [(x, mean.mean) for x, mean in points[len(points) // 5 :]]
         ax.plot(*zip(*means), label=method, color=colour)
-    ax.set(xlabel=f"communication rounds ({len(shared)})", ylabel="test accuracy (%)")
+    ax.set(xlabel=f"communication rounds (n = {len(shared)})", ylabel="test accuracy (%)")
     ax.legend(fontsize="small")
 
 
