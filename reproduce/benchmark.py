@@ -14,7 +14,7 @@ finished (the learning rate is constant, so a run of ten rounds would give the s
     worst client   accuracy of the worst client
     s              seconds of the fastest round over FedAvg's, on the same machine and --workers
     MB             bytes of a round over those of FedAvg's run
-    rounds to      the first with at least FedAvg's accuracy in the table's round; 50+: none of 50
+    rounds to      the first round with FedAvg's accuracy in the table's round; 50+: none of the 50
     published      the mean in NIID-Bench's paper
 a +- b (n): mean and sample standard deviation over n partitions.
 """
