@@ -145,16 +145,15 @@ def draw(path, settings):
 
 
 def draw_settings(plt, settings):
-    """Return a figure with two panels a setting: curves, and differences from FedAvg.
-
-    settings: {title: {method: (runs, pairs)}}"""
+    """Return a figure of {title: {method: (runs, pairs)}}: curves, and differences from FedAvg."""
     size = {"figsize": (9, 3.6 * len(settings)), "squeeze": False, "layout": "constrained"}
     figure, axes = plt.subplots(len(settings), 2, **size)
+    colours = {}  # {method: its colour in all panels}
     for (left, right), (title, found) in zip(axes, settings.items()):
         gains = {k: [pair["over FedAvg"] for pair in pairs] for k, (_, pairs) in found.items()}
         gains = dict(sorted(gains.items(), key=lambda item: Mean.of(item[1]).mean))  # best last
         best = [method for method in reversed(gains) if method != "FedAvg"]
-        draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best[:5]]})
+        draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best[:5]]}, colours)
         draw_differences(right, gains)
         left.set_title(title)
         for ax in (left, right):
@@ -162,12 +161,13 @@ def draw_settings(plt, settings):
     return figure
 
 
-def draw_accuracies(ax, runs):
+def draw_accuracies(ax, runs, colours):
     """Draw mean curves of {method: runs}, on the partitions of all, from a fifth of the rounds."""
     shared = set.intersection(*({run.seeds for run in own} for own in runs.values()))
-    for (method, own), colour in zip(runs.items(), pictures.COLOURS):
+    for method, own in runs.items():
         points = curve(Group([r for r in own if r.seeds in shared], []), "rounds", "test_acc")
         means = [(x, mean.mean) for x, mean in points[len(points) // 5 :]]
+        colour = colours.setdefault(method, pictures.COLOURS[len(colours) % 8])
         ax.plot(*zip(*means), label=method, color=colour)
     ax.set(xlabel=f"communication rounds (n = {len(shared)})", ylabel="test accuracy (%)")
     ax.legend(fontsize="small")

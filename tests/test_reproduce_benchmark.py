@@ -100,15 +100,17 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert pages.read_text() == text
 
 
-def test_curves_are_of_the_partitions_of_all(tmp_path):
+def test_curves_are_of_the_partitions_of_all_in_their_colours(tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot")
     folders = {
         "FedAvg": [make(tmp_path, "FedAvg", k, (1, 2), before=10.0 * k) for k in (1, 2)],
         "MOON": [make(tmp_path, "MOON", 2, (1, 2), before=5.0)],
     }
     ax = plt.figure().gca()
-    benchmark.draw_accuracies(ax, {k: [read_run(f) for f in own] for k, own in folders.items()})
-    assert [line.get_ydata()[0] for line in ax.lines] == [20.0, 5.0]
+    runs = {k: [read_run(f) for f in own] for k, own in folders.items()}
+    benchmark.draw_accuracies(ax, runs, {"MOON": "red"})  # its colour in the panel above
+    drawn = [(line.get_ydata()[0], line.get_color()) for line in ax.lines]
+    assert drawn == [(20.0, "#d55e00"), (5.0, "red")]
     plt.close()
 
 
