@@ -178,11 +178,12 @@ def draw_differences(ax, gains):
     for i, own in enumerate(gains.values()):
         mean = Mean.of(own)
         ax.plot(own, [i] * mean.n, ".", color="0.6")
-        style = {"fmt": "o", "capsize": 2, "color": pictures.COLOURS[0]}
-        ax.errorbar(mean.mean, i, xerr=mean.std and 2 * mean.std, **style)
+        ax.errorbar(mean.mean, i, xerr=mean.std and 2 * mean.std, fmt="ok", capsize=2)
     ax.set_yticks(range(len(gains)), [f"{method} ({len(own)})" for method, own in gains.items()])
     ax.axvline(0, color="0.5", linewidth=0.8)
-    ax.set_xlabel("accuracy over FedAvg's on the same partitions (n):\neach, mean, two deviations")
+    ax.set_xscale("symlog", linthresh=5)
+    ax.set_xticks(ticks := [-50, -20, -10, -5, 0, 5, 10], ticks)
+    ax.set_xlabel("points over FedAvg (n):\neach, mean, two deviations; linear from -5 to 5")
 
 
 def publish(runs_of, root, commands):
@@ -198,17 +199,14 @@ def publish(runs_of, root, commands):
     for run in runs:
         keep(run)
     settings = read_settings(runs_of, KEPT)
+    early = next(iter(settings))  # of MAIN, after round EARLY: README has these
     draw(PICTURE, settings)
-
-    def print_page():
-        print_tables(settings, read_published(), markdown=True)
-        if PICTURE.exists():
-            print(f"\n![Curves, and accuracy over FedAvg's]({PICTURE.name})")
-
-    compare.replace_section(PAGE, print_page, MARKS)
+    draw(PICTURE.with_stem("benchmark-early"), {early: settings[early]})
+    compare.replace_section(
+        PAGE, lambda: print_tables(settings, read_published(), markdown=True), MARKS
+    )
     text = README.read_text()
-    early = settings[TITLES[MAIN], f"round {EARLY}"]
-    for cell, found in reversed(early.items()):  # a script's first cell last
+    for cell, found in reversed(settings[early].items()):  # a script's first cell last
         row = rf"^(\| \[`{cell.command.split()[0]}`\].* \| )[^|]*( \|[^|]*\|[^|]*\|)$"
         line = line_of(cell, *found, {})
         shown = line["accuracy" if cell.method == "FedAvg" else "over FedAvg"]

@@ -89,7 +89,9 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert config_of(kept)["flags"]["out"] == "results/benchmark/moon-ds1"
     assert len(read_rows(kept)) == 50 and not (kept.parent / "mixup-ds0").exists()
     text = pages.read_text()
-    assert "](benchmark.svg)" in text and text.startswith("before\n") and text.endswith("after\n")
+    assert text.startswith("before\n") and text.endswith("after\n")
+    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert drawn == ["benchmark-early.svg", "benchmark.svg"]
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
     readme = (tmp_path / "README.md").read_text()
     row = r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$"
