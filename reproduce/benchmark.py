@@ -177,7 +177,7 @@ def draw_differences(ax, gains):
     """Draw each method's differences, {method: [number]}, their mean, and two deviations of it."""
     for i, own in enumerate(gains.values()):
         mean = Mean.of(own)
-        ax.plot(own, [i] * mean.n, ".", color="0.6")
+        ax.plot(own, [i] * mean.n, ".", color="0.6", zorder=3)  # above the mean
         ax.errorbar(mean.mean, i, xerr=mean.std and 2 * mean.std, fmt="ok", capsize=2)
     ax.set_yticks(range(len(gains)), [f"{method} ({len(own)})" for method, own in gains.items()])
     ax.axvline(0, color="0.5", linewidth=0.8)
@@ -199,7 +199,7 @@ def publish(runs_of, root, commands):
     for run in runs:
         keep(run)
     settings = read_settings(runs_of, KEPT)
-    early = next(iter(settings))  # of MAIN, after round EARLY: README has these
+    early = TITLES[MAIN], f"round {EARLY}"  # README has these
     draw(PICTURE, settings)
     draw(PICTURE.with_stem("benchmark-early"), {early: settings[early]})
     compare.replace_section(
