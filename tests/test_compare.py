@@ -5,11 +5,11 @@ import re
 
 import pytest
 from conftest import TINY
-from makers import CELLS, PLAIN, make_run, read_rows, run_compare, write_rows
+from makers import CELLS, PLAIN, make_groups, make_run, read_rows, run_compare, write_rows
 from runs import write_config
 
 import fedavg
-from reproduce.figures import own_figures
+from reproduce.figures import own_figures, setting_label
 from reproduce.runs import read_run
 
 
@@ -61,6 +61,14 @@ def test_a_table_says_first_what_all_rows_share(tmp_path, capsys):
     out = run_compare(capsys, c)[1]
     assert "partition natural" in out and "alpha" not in out and "similarity" not in out
     assert "drop_last True" in out  # not its default
+
+
+def test_a_setting_names_what_acts(tmp_path):
+    """--data-dir says which images a folder has, and nothing of the glyphs."""
+    lines = f"{PLAIN} --data-dir a", "fedavg.py --dataset folder --rounds 4 --data-dir b"
+    runs = [make_groups(make_run(tmp_path / str(i), line))[0] for i, line in enumerate(lines)]
+    labels = [setting_label(run, runs) for run in runs]
+    assert labels == ["dataset glyphs", "dataset folder, data_dir b"]
 
 
 def test_what_a_method_reports_is_a_column(tmp_path, capsys):
