@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from makers import CELLS, ROOT, Started, is_refused, make_run, read_rows, run_reproduce
 from runs import config_of, write_config
@@ -162,3 +163,69 @@ def test_quick(tmp_path, capsys):
     argv = ["benchmark", "--quick", "--only", "moon", "--dry-run", "--runs", tmp_path]
     (line,) = run_reproduce(capsys, *argv)[1].splitlines()
     assert "--rounds 5 --epochs 1" in line and line.endswith("benchmark-epochs1/moon-ds0")
+
+
+def accuracies(name):
+    """Return the accuracies of a kept run, round by round."""
+    return np.array([row["test_acc"] for row in read_rows(ROOT / "results" / name)])
+
+
+def fedavg_beside(name):
+    """Return FedAvg's run on the partition of a run."""
+    if name.startswith("benchmark-niid/"):
+        return "benchmark-niid/fedavg"
+    return f"benchmark/{'labels2-' * ('labels2-' in name)}fedavg-{name[-3:]}"
+
+
+def tables_of_runs():
+    """Yield the rows of the pages' tables whose last column names a run, {heading: cell}."""
+    for page in "benchmark.md", "benchmark-why.md":
+        heads = None
+        for line in (ROOT / "docs" / page).read_text().replace("−", "-").splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not line.startswith("|"):
+                heads = None
+            elif cells[-1] == "runs":
+                heads = cells
+            elif heads and cells[-1].startswith("`"):
+                yield dict(zip(heads, cells, strict=True))
+
+
+@pytest.mark.parametrize("row", list(tables_of_runs()), ids=lambda row: row["runs"].strip("`"))
+def test_a_number_of_the_pages_is_its_run_s(row):
+    """A column's rounds are in its heading; it is over FedAvg's run unless that says "here"."""
+    name, checked = row["runs"].strip("`"), 0
+    for head, cell in row.items():
+        rounds = re.search(r"(\d+)(?:(?: to |, )(\d+))?$", head)
+        if not rounds or not cell:
+            continue
+        first, last = int(rounds[1]), int(rounds[2] or rounds[1])
+        own = accuracies(name)[first - 1 : last]
+        over = own - (0 if "here" in head else accuracies(fedavg_beside(name))[first - 1 : last])
+        assert len(over) == last - first + 1
+        mean, _, deviation = cell.partition(" ± ")
+        assert abs(over.mean() - float(mean)) < 0.5001 * 10 ** -len(mean.partition(".")[2])
+        assert not deviation or abs(own.std() - float(deviation)) < 0.005001
+        checked += 1
+    assert checked > 1
+
+
+@pytest.mark.parametrize("method", ["SCAFFOLD", "FedAvgM", "FedNova", "FedDyn", "FedProx"])
+def test_the_readme_s_advice_is_of_the_runs(method):
+    """Of all kept runs that are long enough; FedDyn's are those with the alpha beside them."""
+    text = (ROOT / "README.md").read_text().replace("−", "-").partition("## The methods")[0]
+    cells = re.search(rf"^\| {method}\b.*", text, re.M)[0].split("|")[2:5]
+    own = "feddyn-alpha0.01" if method == "FedDyn" else method.lower()
+    for cell, labels, first, last in zip(cells, ("", "", "labels2-"), (10, 46, 46), (10, 50, 50)):
+        over = []
+        for path in (ROOT / "results").glob(f"benchmark*/{labels}{own}-ds[012]"):
+            name = f"{path.parent.name}/{path.name}"
+            pair = accuracies(name), accuracies(fedavg_beside(name))
+            if min(map(len, pair)) >= last:
+                over.append(np.subtract(*(each[first - 1 : last] for each in pair)).mean())
+        shown = re.search(r"(-?\d\.\d)(?: ± (\d\.\d))?\D.*\((\d)\)", cell)
+        assert bool(shown) == bool(over)
+        if over:
+            assert abs(float(shown[1]) - np.mean(over)) < 0.0501 and int(shown[3]) == len(over)
+        if len(over) > 1:
+            assert abs(float(shown[2]) - np.std(over, ddof=1)) < 0.0501
