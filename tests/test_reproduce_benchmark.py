@@ -210,7 +210,10 @@ def test_a_number_of_the_pages_is_its_run_s(row):
     assert checked > 1
 
 
-@pytest.mark.parametrize("method", ["SCAFFOLD", "FedAvgM", "FedNova", "FedDyn", "FedProx"])
+ADVISED = "SCAFFOLD", "FedAvgM", "FedLS-NTD", "FedNova", "FedDyn", "FedProx"
+
+
+@pytest.mark.parametrize("method", ADVISED)
 def test_the_readme_s_advice_is_of_the_runs(method):
     """Of all kept runs that are long enough; FedDyn's are those with the alpha beside them."""
     text = (ROOT / "README.md").read_text().replace("−", "-").partition("## The methods")[0]
