@@ -210,6 +210,17 @@ def test_a_number_of_the_pages_is_its_run_s(row):
     assert checked > 1
 
 
+def over_fedavg(own, first, last):
+    """Return the points over FedAvg, mean of rounds first to last, of each kept run that has them.
+
+    own: a run's name but for its partition."""
+    paths = (ROOT / "results").glob(f"benchmark*/{own}-ds[012]")
+    names = [f"{path.parent.name}/{path.name}" for path in paths]
+    pairs = [(accuracies(name), accuracies(fedavg_beside(name))) for name in names]
+    long = [pair for pair in pairs if min(map(len, pair)) >= last]
+    return np.array([np.subtract(*(each[first - 1 : last] for each in p)).mean() for p in long])
+
+
 ADVISED = "SCAFFOLD", "FedAvgM", "FedLS-NTD", "FedNova", "FedDyn", "FedProx"
 
 
@@ -219,16 +230,46 @@ def test_the_readme_s_advice_is_of_the_runs(method):
     text = (ROOT / "README.md").read_text().replace("−", "-").partition("## The methods")[0]
     cells = re.search(rf"^\| {method}\b.*", text, re.M)[0].split("|")[2:5]
     own = "feddyn-alpha0.01" if method == "FedDyn" else method.lower()
-    for cell, labels, first, last in zip(cells, ("", "", "labels2-"), (10, 46, 46), (10, 50, 50)):
-        over = []
-        for path in (ROOT / "results").glob(f"benchmark*/{labels}{own}-ds[012]"):
-            name = f"{path.parent.name}/{path.name}"
-            pair = accuracies(name), accuracies(fedavg_beside(name))
-            if min(map(len, pair)) >= last:
-                over.append(np.subtract(*(each[first - 1 : last] for each in pair)).mean())
+    asked = (own, 10, 10), (own, 46, 50), ("labels2-" + own, 46, 50)
+    for cell, over in zip(cells, (over_fedavg(*each) for each in asked), strict=True):
         shown = re.search(r"(-?\d\.\d)(?: ± (\d\.\d))?\D.*\((\d)\)", cell)
-        assert bool(shown) == bool(over)
-        if over:
-            assert abs(float(shown[1]) - np.mean(over)) < 0.0501 and int(shown[3]) == len(over)
-        if len(over) > 1:
-            assert abs(float(shown[2]) - np.std(over, ddof=1)) < 0.0501
+        assert bool(shown) == bool(over.size)
+        if over.size:
+            assert abs(float(shown[1]) - over.mean()) < 0.0501 and int(shown[3]) == over.size
+        if over.size > 1:
+            assert abs(float(shown[2]) - over.std(ddof=1)) < 0.0501
+    early, rounds = over_fedavg(own, 10, 10), over_fedavg(own, 6, 10)
+    assert ("**" in cells[0]) == (verdict(early, rounds) == "ahead")
+
+
+def verdict(last, rounds):
+    """Return what the page's rule says of differences after round 10 and in rounds 6 to 10."""
+    far = [each.mean() / each.std(ddof=1) for each in (last, rounds)]
+    if max(map(abs, far)) <= 1:
+        return "level"
+    if far[0] > 2:
+        return "ahead" if far[1] > 2 else "ahead in round 10 alone"
+    return "behind" if max(far) < -2 else ""
+
+
+def test_which_methods_gain():
+    """Each row's differences after round 10, of n partitions or of partition 0, and its verdict."""
+    page = (ROOT / "docs/benchmark.md").read_text().replace("−", "-")
+    table = page.partition("### Which methods gain?")[2].partition("###")[0]
+    rows = re.findall(r"^\| ([A-Zrq].*?) \| ([+-]\d.*?) \|", table, re.M)
+    assert len(rows) > 12
+    for names, cell in rows:
+        own = names.replace(", `--dyn-alpha 0.01`", "-alpha0.01").lower().split(", ")
+        over = [over_fedavg(name, 10, 10) for name in own]
+        asked = [each.mean() for each in over]
+        if "±" in cell:
+            asked.append(over[0].std(ddof=1))
+            said = verdict(over[0], over_fedavg(*own, 6, 10))
+            assert cell.endswith(f"({over[0].size})" + f": {said}" * bool(said))
+        else:
+            assert {each.size for each in over} == {1}
+        if " to " in cell:
+            asked = max(asked), min(asked)
+        numbers = re.findall(r"-?\d+\.\d+", cell)
+        for shown, exact in zip(numbers, asked, strict=True):
+            assert abs(float(shown) - exact) < 0.5001 * 10 ** -len(shown.partition(".")[2])
