@@ -19,6 +19,7 @@ STYLE = {  # type that journals accept
     "axes.spines.right": False,
     "legend.frameon": False,
     "pdf.fonttype": 42,
+    "svg.hashsalt": "",  # names in a file: equal figures give equal files
 }
 
 
@@ -55,7 +56,8 @@ def write(path, draw, *content):
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, buffer = draw(plt, *content), io.BytesIO()
-        figure.savefig(buffer, format=pathlib.Path(path).suffix[1:], dpi=200, bbox_inches="tight")
+        how = {"format": pathlib.Path(path).suffix[1:], "dpi": 200, "bbox_inches": "tight"}
+        figure.savefig(buffer, **how, metadata={"Date": None} if how["format"] == "svg" else {})
         plt.close(figure)
     run_folder.write_atomically(pathlib.Path(path), buffer.getvalue())
 

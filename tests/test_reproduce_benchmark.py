@@ -91,8 +91,8 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert len(read_rows(kept)) == 50 and not (kept.parent / "mixup-ds0").exists()
     text = pages.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
-    drawn = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert drawn == ["benchmark-early.svg", "benchmark.svg"]
+    drawn = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    assert sorted(drawn) == ["benchmark-early.svg", "benchmark.svg"]
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
     readme = (tmp_path / "README.md").read_text()
     row = r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$"
@@ -101,6 +101,7 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert re.search(r"Two labels a client, after the last .*(\n.*){3}\n\| FedAvg \| 4\.00 ", text)
     run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
     assert pages.read_text() == text
+    assert drawn == {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
 
 
 def test_curves_are_of_the_partitions_of_all_in_their_colours(tmp_path):
