@@ -24,6 +24,7 @@ import json
 import pathlib
 import re
 import shlex
+import statistics
 
 import common
 import run_folder
@@ -162,8 +163,13 @@ def draw_settings(plt, settings):
 
 
 def draw_accuracies(ax, runs, colours):
-    """Draw mean curves of {method: runs}, on the partitions of all, from a fifth of the rounds."""
-    shared = set.intersection(*({run.seeds for run in own} for own in runs.values()))
+    """Draw mean curves of {method: runs}, from a fifth of the rounds.
+
+    They are of the partitions that all have, or of the one that most have, without the others."""
+    most = statistics.mode(run.seeds for own in runs.values() for run in own)
+    seeds = {method: {run.seeds for run in own} for method, own in runs.items()}
+    runs = {method: own for method, own in runs.items() if most in seeds[method]}
+    shared = set.intersection(*(seeds[method] for method in runs))
     for method, own in runs.items():
         points = curve(Group([r for r in own if r.seeds in shared], []), "rounds", "test_acc")
         means = [(x, mean.mean) for x, mean in points[len(points) // 5 :]]
