@@ -135,7 +135,7 @@ def print_tables(settings, published, markdown=False):
         if lines:
             print(f"\n{table(lines, markdown)}")
         if missing:
-            print(f"\nNot run: {', '.join(missing)}.")
+            print(f"\nNo finished run: {', '.join(missing)}.")
 
 
 def draw(path, settings):

@@ -61,7 +61,7 @@ def test_the_table_by_hand(tmp_path, capsys, pages):
         "FedNova | 44.00 (1) | - | - | - | - | - | 66.8 |",
     ):
         assert f"\n| {line}\n" in last
-    assert "\nNot run: FedProx, FedAlign, FedCKA," in last
+    assert "\nNo finished run: FedProx, FedAlign, FedCKA," in last
     for line in (
         f"{head}\n",
         "FedAvg | 1.50 +- 0.71 (2) | - | 8.50",
@@ -173,9 +173,9 @@ def test_quick(tmp_path, capsys):
     assert "--rounds 5 --epochs 1" in line and line.endswith("benchmark-epochs1/moon-ds0")
 
 
-def accuracies(name):
+def accuracies(name, column="test_acc"):
     """Return the accuracies of a kept run, round by round."""
-    return np.array([row["test_acc"] for row in read_rows(ROOT / "results" / name)])
+    return np.array([row[column] for row in read_rows(ROOT / "results" / name)])
 
 
 def fedavg_beside(name):
@@ -218,13 +218,13 @@ def test_a_number_of_the_pages_is_its_run_s(row):
     assert checked > 1
 
 
-def over_fedavg(own, first, last):
+def over_fedavg(own, first, last, column="test_acc"):
     """Return the points over FedAvg, mean of rounds first to last, of each kept run that has them.
 
     own: a run's name but for its partition."""
-    paths = (ROOT / "results").glob(f"benchmark*/{own}-ds[012]")
+    paths = sorted((ROOT / "results").glob(f"benchmark*/{own}-ds[012]"))
     names = [f"{path.parent.name}/{path.name}" for path in paths]
-    pairs = [(accuracies(name), accuracies(fedavg_beside(name))) for name in names]
+    pairs = [(accuracies(name, column), accuracies(fedavg_beside(name), column)) for name in names]
     long = [pair for pair in pairs if min(map(len, pair)) >= last]
     return np.array([np.subtract(*(each[first - 1 : last] for each in p)).mean() for p in long])
 
@@ -281,3 +281,40 @@ def test_which_methods_gain():
         numbers = re.findall(r"-?\d+\.\d+", cell)
         for shown, exact in zip(numbers, asked, strict=True):
             assert abs(float(shown) - exact) < 0.5001 * 10 ** -len(shown.partition(".")[2])
+
+
+def rows_of_section(title):
+    """Return the cells of the rows of the first table below a title of the page."""
+    page = (ROOT / "docs/benchmark.md").read_text().replace("−", "-")
+    table = page.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_points_at_equal_cost_are_of_the_runs():
+    """FedAvg's accuracy after cost * r rounds, interpolated, taken from the method's after r."""
+    (_, *heads), _, *rows = rows_of_section("At equal cost")
+    runs = [f"benchmark/{{}}-ds{k}" for k in (0, 1, 2)] + ["benchmark-niid/{}"]
+    assert len(heads) == 2 + len(runs) and len(rows) == 4
+    for method, cost, rounds, *cells in rows:
+        first, last = map(int, rounds.split(" to "))
+        r = np.arange(first, last + 1)
+        for cell, run in zip(cells, runs, strict=True):
+            if cell:
+                own, fedavg = (accuracies(run.format(name)) for name in (method.lower(), "fedavg"))
+                assert float(cost) * last <= len(fedavg)
+                beside = np.interp(float(cost) * r, np.arange(1, len(fedavg) + 1), fedavg)
+                assert abs((own[r - 1] - beside).mean() - float(cell)) < 0.0501
+
+
+def test_the_worst_clients_are_of_the_runs():
+    _, _, *rows = rows_of_section("The worst client")
+    assert len(rows) == 7
+    for method, *cells in rows:
+        own = method.replace(", `--dyn-alpha 0.01`", "-alpha0.01").lower()
+        own = f"labels2-{own[:8]}" if "two labels" in own else own
+        for cell, window in zip(cells, ((6, 10), (46, 50)), strict=True):
+            over = over_fedavg(own, *window, "client_acc_worst")
+            mean, deviation, n = re.fullmatch(r"(\S+)(?: ± (\S+))? \((\d)\)", cell).groups()
+            assert int(n) == len(over) and abs(float(mean) - over.mean()) < 0.0501
+            assert (deviation is None) == (len(over) == 1)
+            assert deviation is None or abs(float(deviation) - over.std(ddof=1)) < 0.0501
