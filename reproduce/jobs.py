@@ -111,7 +111,7 @@ def table_plan(args, cells):
 @functools.cache
 def scripts():
     """Return the names of the methods' scripts, without .py."""
-    texts = {path.stem: path.read_text() for path in ROOT.glob("*.py")}
+    texts = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
     return [k for k, v in texts.items() if "local_update" in v and "common.flags(" in v]
 
 
@@ -128,7 +128,7 @@ def scripts_in(text):
     for words in lines:
         path = pathlib.PurePath(words[0].removesuffix(".py"))
         if str(path) not in scripts():
-            what = f"{words[0]} is no method script here, nor one of {', '.join(papers())}"
+            what = f"{words[0]} is none of benchmark, {', '.join([*papers(), *scripts()])}"
             what += f"; copy it to {ROOT}, beside fedavg.py" * (len(path.parts) > 1)
             raise common.UserError(f"argument PAPER: {what}")
         words[0] = f"{path}.py"

@@ -122,9 +122,9 @@ def test_long_names_are_cut(lines):
 
 REFUSALS = [
     ("'fedavg --vectors \"a'", 'argument PAPER: fedavg --vectors "a: No closing quotation'),
-    ("''", "argument PAPER: is no method script"),
-    ("/some/place/mine.py", "fedalign, fedcka, fedmlb, rfedavg, niid-bench; copy it to "),
-    ("fedfoo 1", "fedfoo is no method script here, nor one of fedalign, fedcka, fedmlb"),
+    ("''", "argument PAPER: is none of benchmark"),
+    ("/some/place/mine.py", "scaffold, stochdepth; copy it to "),
+    ("fedfoo 1", "fedfoo is none of benchmark, fedalign, fedcka, fedmlb"),
     ("fedavg.py,fedavg.py", "two runs would share the folder"),
     ("fedavg --sweep lr=1,2 --sweep lr=3", "two points would share the folder"),
     ("fedavg --sweep lr", "takes FLAG=a,b"),
