@@ -14,7 +14,8 @@ statistics are averaged and not corrected. With momentum there are two ways to c
     --correction gradient  in the gradient. K becomes (K - m (1 - m^K)/(1 - m)) / (1 - m), the sum
                            of the weights that momentum m gives a gradient; m^2 for the first m with
                            Nesterov's (FedNTD's code)
-By default it is gradient without momentum, and step with momentum or RMSProp.
+Option I's c_k is a gradient, which momentum has not scaled, so its correction goes into the
+gradient. By default it is step for option II with momentum or RMSProp, else gradient.
 
 State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the
 model and c_k+ - c_k up. SCAFFOLD in rFedAvg's code never changes the model, so the rows for it in
@@ -104,14 +105,14 @@ def local_update(worker, client, server, args):
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
-    places = ["auto", "step", "gradient"]
     parser.add_argument("--option", type=int, default=2, choices=[1, 2], help="how c_k is renewed")
-    parser.add_argument("--correction", default="auto", choices=places, help="where it goes")
+    parser.add_argument("--correction", choices=["step", "gradient"], help="where it goes")
     args = parser.parse_args(argv)
-    if args.correction == "auto":
-        args.correction = "step" if args.momentum or args.optimizer != "sgd" else "gradient"
-    if args.correction == "gradient" and args.momentum and args.persist_opt:
-        parser.error("argument --persist-opt: with momentum only for --correction step")
+    scaled = args.option == 2 and (args.momentum or args.optimizer != "sgd")
+    args.correction = args.correction or ("step" if scaled else "gradient")
+    unknown = args.option == 2 and (args.persist_opt and args.momentum or args.optimizer != "sgd")
+    if args.correction == "gradient" and unknown:
+        parser.error("argument --correction: gradient takes no RMSProp or --persist-opt's momentum")
     return run(args, local_update, aggregate)
 
 

@@ -55,6 +55,7 @@ def test_off_is_nearly_fedavg(tmp_path, name, flags, plain):
 
 
 DEFAULTS = """scaffold: correction=step; scaffold --momentum 0: correction=gradient;
+scaffold --option 1: correction=gradient; scaffold --option 1 --correction step: correction=step;
 scaffold --momentum 0 --optimizer rmsprop: correction=step; fedntd: ntd_beta=0.3;
 fedntd --weighting-rule sum: ntd_beta=1; fedmlb: weighting=samples;
 fedmlb --dyn-alpha 0.1: weighting=uniform; feddyn: weighting=uniform; fedalign: clip=10;
