@@ -13,8 +13,9 @@ is not known. The authors' code does two things that this script does not:
     term too, with features of random networks
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
-up; of deltas |S| d down and d up (rfedavg), or d down and d up (rfedavg+), which bytes_delta
-counts. If clients are sampled, rfedavg+ sends the new model down once more.
+up; of deltas (|S| - 1) d down, those of the others, and d up (rfedavg), or d down and d up
+(rfedavg+), which bytes_delta counts. If clients are sampled, rfedavg+ sends the new model down once
+more.
 
 rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%. Not measured here yet.
     python rfedavg_code.py --dataset cifar10 --image-size 28 --normalise half --model cnn-mcmahan \\
@@ -32,10 +33,9 @@ import torch.nn.functional as F
 
 
 @torch.no_grad()
-def mean_feature(worker, client, server, args):
+def mean_feature(worker, client, args):
     """Return delta_k of worker.net, (d,): the mean feature of a random batch, in eval mode."""
-    rng = common.seeded_rng("delta", args.seed, server["round"], client.id)
-    index = rng.permutation(client.index)[: args.batch_size]
+    index = worker.rng("delta").permutation(client.index)[: args.batch_size]
     features = worker.net.eval()[:-1]
     batches = worker.batches(dataclasses.replace(client, index=index))
     return torch.cat([features(x) for x, _ in batches]).float().mean(0)
@@ -43,7 +43,7 @@ def mean_feature(worker, client, server, args):
 
 def synchronise(worker, clients, server, args):
     """rfedavg+: the new global network goes to the clients, their deltas come back."""
-    deltas = worker.map(lambda w, client: mean_feature(w, client, server, args), clients)
+    deltas = worker.map(lambda w, client: mean_feature(w, client, args), clients)
     for client, delta in zip(clients, deltas):
         if args.sample < 1:  # else it doubles as the next round's broadcast
             client.download(worker.net.state_dict())
@@ -89,7 +89,7 @@ def local_update(worker, client, server, args):
 
     yield step
     if not plus:
-        client.record("delta", mean_feature(worker, client, server, args))
+        client.record("delta", mean_feature(worker, client, args))
 
 
 def main(argv=None, run=common.run):

@@ -29,7 +29,7 @@ fedgkd | 22 | --gamma 0
 feddyn | 33 | --dyn-alpha 0 --weighting samples
 rfedavg | 50 | --lam 0
 rfedavg_dp | 42 | --lam 0
-rfedavg_code | 47 | --lam 0
+rfedavg_code | 46 | --lam 0
 qfedavg | 34 | -
 ditto | 11 |
 fedper | 13 | -

@@ -19,7 +19,7 @@ import engine
 
 def pool_of(count):
     """Return a Pool of so many workers that are threads, and close it afterwards."""
-    return engine.Pool(object, torch.device("cpu"), count, 1)
+    return engine.Pool(SimpleNamespace, torch.device("cpu"), count, 1)
 
 
 def test_threads_wait_for_a_slow_first_client():
@@ -155,13 +155,17 @@ def test_a_map_over_workers_is_in_order():
     pool, busy = pool_of(3), set()
 
     def f(worker, client):
-        assert worker not in busy
-        busy.add(worker)
-        time.sleep(0.01 * (client % 3))
-        busy.remove(worker)
-        return client
+        assert id(worker) not in busy and worker.key == (0, 1, client.id)
+        busy.add(id(worker))
+        time.sleep(0.01 * (client.id % 3))
+        busy.remove(id(worker))
+        return client.id
 
-    assert pool.map_workers(f, range(20)) == list(range(20))
+    for worker in pool.workers:
+        worker.key = (0, 1, None)
+    clients = [common.Client(k, None) for k in range(20)]
+    assert pool.map_workers(f, clients) == list(range(20))
+    assert all(worker.key == (0, 1, None) for worker in pool.workers)
     pool.close()
 
 
