@@ -1,9 +1,11 @@
 """Every method ends with the weights of --plain, bit for bit, by how many workers, cut or not."""
 
+import functools
 import json
 
 import pytest
 import torch
+import torch.nn as nn
 from conftest import TINY, flags, plainly, same
 from methods import SCRIPTS, SHORT, VARIANTS, needed
 from runs import VARIES, assert_equal_runs
@@ -68,6 +70,40 @@ def test_after_round_is_in_eval_mode(tmp_path, run):
 
     args = flags("--local-steps", "1", "--workers", "2", "--out", str(tmp_path / "run"))
     run(args, fedavg.local_update, after_round=after_round)
+
+
+def test_dropout_is_of_the_client_and_round(tmp_path, unevaluated):
+    """By --plain, two workers, and a run that is cut and goes on, whatever was drawn before."""
+    net = common.build_net("cnn", 62)
+    net[2].append(nn.Dropout(0.5))
+    run = functools.partial(common.run, net=net)
+    words = [*TINY, "--local-steps", "3", "--workers", "2", "--out"]
+    plain, _ = fedavg.main([*words[:-1], "--rounds", "2", "--workers", "1", "--plain"], run=run)
+    fedavg.main([*words, str(tmp_path / "cut"), "--rounds", "1"], run=run)
+    torch.rand(1)
+    resume = ["--resume", "--rounds", "2", "--workers", "2", "--out", str(tmp_path / "cut")]
+    cut, _ = fedavg.main(resume, run=run)
+    assert same(plain.state_dict(), cut.state_dict())
+    net[2][-1].p = 0.0
+    without, _ = fedavg.main([*words, str(tmp_path / "without"), "--rounds", "2"], run=run)
+    assert not same(without.state_dict(), cut.state_dict())
+
+
+@pytest.mark.parametrize("run", [plainly, common.run])
+def test_draws_after_round_are_of_a_client(tmp_path, run):
+    """Whatever worker draws: of this seed, this round, and this client, or the first one."""
+    found = []
+
+    def after_round(worker, clients, server, args):
+        numbers = worker.map(lambda w, _: torch.tensor(w.rng("x").random()), clients)
+        keys = [(args.seed, server["round"], client.id) for client in clients]
+        wanted = [common.seeded_rng("x", *key).random() for key in keys]
+        found.append(numbers == [torch.tensor(number) for number in wanted])
+        found.append(worker.rng("x").random() == wanted[0])
+
+    words = "--local-steps 1 --workers 2 --rounds 1 --out".split()
+    run(flags(*words, str(tmp_path / "run")), fedavg.local_update, after_round=after_round)
+    assert found == [True, True]
 
 
 def test_on_round_ends_a_plain_run(capsys):

@@ -106,8 +106,8 @@ def test_the_last_worker_needs_room():
 
 def test_a_client_begins_anew_after_a_full_memory(tmp_path, monkeypatch):
     """Rows and weights are those of one worker, with what clients and methods keep and draw."""
-    argv = "--clients 6 --rounds 2 --local-steps 3 --persist-opt --workers 1".split()
-    final("scaffold", tmp_path / "one", *argv)
+    argv = "--clients 6 --rounds 2 --local-steps 3 --persist-opt".split()
+    final("scaffold", tmp_path / "one", *argv, "--workers", "1")
     train_batch, full = engine.Worker._step, []
 
     def filling(worker, step, size):
