@@ -149,6 +149,31 @@ def test_batches_of_a_round():
         assert common.batch_sizes(21, args, batch_norm) == sizes
 
 
+def test_a_later_round_without_a_batch_is_refused_first():
+    """Before any training: no flag may change in a run that goes on."""
+    words = "--clients 20 --sample 0.1 --drop-last --batch-size 12 --alpha 0.3 --rounds 30"
+    args = flags(*words.split(), "--min-size", "2", "--data-seed", "1")
+    y = torch.arange(200) % 10
+    data = common.Data(torch.randn(200, 3), y, torch.randn(9, 3), y[:9], 10)
+    with pytest.raises(common.UserError, match="no client of round ") as refused:
+        common.begin(args, None, data, nn.Sequential(nn.Linear(3, 10)))
+    assert "round 1 " not in str(refused.value)
+
+
+@pytest.mark.parametrize("values", [(0, 0.5), (torch.ones(3, 1), torch.ones(1))])
+def test_a_pin_of_another_shape_or_dtype(tmp_path, values):
+    """It is the value itself, as in the plain loop, and no copy in the first one's storage."""
+    found = []
+
+    def local_update(worker, client, server, args):
+        found.append(worker.pin("a", values[client.id]).tolist())
+        yield lambda x, y: worker.net(x).sum()
+
+    words = "--clients 2 --local-steps 1 --rounds 1 --workers 1 --out"
+    common.run(flags(*words.split(), str(tmp_path / "run")), local_update)
+    assert found == [torch.as_tensor(value).tolist() for value in values]
+
+
 def test_local_update_yields_once():
     worker = tiny_worker("--local-steps", "1")
 
