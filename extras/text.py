@@ -23,7 +23,7 @@ def load(args):
 
     UserError for flags that are of images, or of another partition."""
     for flag, wrong, why in (
-        ("model", args.model != "lstm", "sent140 is text; use lstm"),
+        ("model", not args.model.startswith(("lstm", "own")), "sent140 is text; use lstm"),
         ("image-size", args.image_size, "of images, and sent140 is text"),
         ("augment", args.augment not in ("auto", "none"), "of images, and sent140 is text"),
         ("normalise", args.normalise != "dataset", "of images, and sent140 is text"),

@@ -1,11 +1,13 @@
 """Data sets in their own formats on disk; words, their vectors, and the methods on text."""
 
+import functools
 import importlib
 import json
 
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from conftest import IMAGENET, TINY, args_of, check_graph, flags, needs_gpu, plainly, same
 from PIL import Image
 from support import make_femnist, make_imagenet, make_sent140, make_tiny_imagenet, text_flags
@@ -242,6 +244,17 @@ def test_sent140_partitions(tmp_path):
         assert set(data.writers) == {0, 1, 2, 3}
         assert len(data.x) in (23, 24)
         assert len(data.x) + len(data.x_test) == 26
+
+
+def test_an_own_network_on_tweets(tmp_path):
+    """net= in place of --model lstm and its --vectors."""
+    make_sent140(tmp_path)
+    words = f"--dataset sent140 --data-dir {tmp_path} --partition iid --clients 2 --rounds 1"
+    count = nn.Module()  # of a tweet's words
+    count.forward = lambda x: (x > 0).sum(1, keepdim=True).float()
+    run = functools.partial(common.run, net=nn.Sequential(count, nn.Linear(1, 2)))
+    argv = [*words.split(), "--epochs", "1", "--quiet", "--device", "cpu", "--plain"]
+    assert fedavg.main(argv, run=run)[1][0]["samples"] == 23
 
 
 def test_sent140_of_leaf(tmp_path):

@@ -23,6 +23,7 @@ from extras import backbones, text
 def test_mean_against_numpy():
     """Parameters and batch-norm statistics with weights 1/4 and 3/4; counters are the last's."""
     net, received = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), common.Received()
+    net[0].vectors = nn.Parameter(torch.zeros(2))  # named as words' vectors are
     torch.manual_seed(0)
     like = net.state_dict()
     sent = [{k: torch.randn(v.shape) if v.ndim else v + n for k, v in like.items()} for n in (4, 7)]
