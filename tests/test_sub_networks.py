@@ -92,6 +92,19 @@ def test_at_width_one_is_the_plain_call(name):
             common.at_width(net, x, 0.5)
 
 
+def test_at_width_takes_any_batch_norm():
+    """Of vectors, also of flattened maps, or without weights; running statistics stay."""
+    one, two = nn.BatchNorm1d(16), nn.BatchNorm2d(16, affine=False)
+    for layer, x in (one, torch.randn(4, 16)), (two, torch.randn(4, 16, 2, 2)):
+        narrow, whole = (common.at_width(layer, *a) for a in ((x[:, :8], 0.5), (x, 1)))
+        assert torch.allclose(narrow, whole[:, :8])
+        assert layer.running_mean.tolist() == [0] * 16
+    net = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Flatten(), nn.BatchNorm1d(64))
+    x = torch.randn(4, 3, 2, 2)
+    whole = common.at_width(net, x, 1)
+    assert torch.allclose(common.at_width(net, x, 0.5), whole[:, : 8 * 4])
+
+
 def test_at_width_refuses_grouped_convolutions():
     with pytest.raises(common.UserError, match="grouped"):
         common.at_width(nn.Conv2d(16, 16, 3, groups=2), torch.randn(1, 16, 16), 0.5)
