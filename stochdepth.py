@@ -44,16 +44,12 @@ def keep_probabilities(blocks, keep, rule="paper"):
 
 def adapt(net, args):
     """Make the residual blocks of net stochastic."""
-    blocks = [
-        (stage, i)
-        for stage in net.children()
-        for i, block in enumerate(stage.children())
-        if isinstance(block, common.Residual)
-    ]
-    if not blocks:
+    names = [name for name, block in net.named_modules() if isinstance(block, common.Residual)]
+    names = [name for name in names if name and not name.startswith(tuple(f"{n}." for n in names))]
+    if not names:
         raise common.UserError(f"--model {args.model}: no residual blocks to skip; use a resnet")
-    for (stage, i), keep in zip(blocks, keep_probabilities(len(blocks), args.keep, args.rule)):
-        stage[i] = StochasticResidual(stage[i], keep)
+    for name, keep in zip(names, keep_probabilities(len(names), args.keep, args.rule)):
+        net.set_submodule(name, StochasticResidual(net.get_submodule(name), keep))
 
 
 def running_statistics(blocks):

@@ -15,7 +15,7 @@ fedavg | 0 |
 fedprox | 3 | --mu 0
 moon | 26 | --mu 0
 mixup | 13 | --gamma 0
-stochdepth | 50 | --keep 1
+stochdepth | 46 | --keep 1
 gradaug | 50 | --mu 0
 fedalign | 46 | --mu 0 --clip 0
 fedcka | 49 | --mu 0

@@ -12,7 +12,7 @@ import stochdepth
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import same
+from conftest import args_of, same
 from hand import DOUBLE, batch, begin, check_step, finish
 from hand import moved_network, normed_network, state_of, twins, two_networks
 from methods import final
@@ -92,6 +92,23 @@ def test_stochdepth_probabilities():
     found, code = stochdepth.keep_probabilities, [1, 1 - 0.2 / 3, 1 - 0.4 / 3, 0.8]
     assert found(4, 0.8) == pytest.approx([0.95, 0.9, 0.85, 0.8])
     assert found(4, 0.8, "code") == pytest.approx(code)
+
+
+def test_stochastic_blocks_wherever_they_are():
+    """At the top, in a stage, in a block of a stage: in the order of their depth.
+
+    One within another's branch goes with it."""
+
+    def residual(branch=None):
+        return common.Residual(branch or nn.Conv2d(4, 4, 1), nn.Identity())
+
+    outer = residual(nn.Sequential(residual()))
+    net = nn.Sequential(residual(), nn.Sequential(nn.Sequential(residual())), outer)
+    args = args_of(stochdepth, "--keep", "0.7")
+    stochdepth.adapt(net, args)
+    keep = [net[0].keep, net[1][0][0].keep, net[2].keep]
+    assert keep == pytest.approx([0.9, 0.8, 0.7])
+    assert type(net[2].branch[0]) is common.Residual
 
 
 def test_stochastic_block():
