@@ -169,11 +169,13 @@ def natural_iid_partition(writers, clients, seed, users=None):
 def _indices_by_writer(groups, writers):
     """Return the samples of each group of writers, a list of ascending index arrays.
 
-    groups: a list of arrays of writers; writers: (n,) who made each sample, numbers from 0 on."""
-    names = np.concatenate(groups)
-    owner = np.full(1 + max(names.max(), writers.max()), len(groups))  # of each writer
-    owner[names] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    return indices_by_owner(owner[writers], len(groups))
+    groups: a list of arrays of writers; writers: (n,) who made each sample, any integers."""
+    names, sizes = np.concatenate(groups), [len(group) for group in groups]
+    order = np.argsort(names)
+    names, owner = names[order], np.repeat(np.arange(len(groups)), sizes)[order]
+    place = np.searchsorted(names, writers).clip(max=len(names) - 1)
+    owners = np.where(names[place] == writers, owner[place], len(groups))
+    return indices_by_owner(owners, len(groups))
 
 
 def file_partition(path, samples, clients, partial=False):

@@ -79,11 +79,14 @@ def test_a_run_that_diverged_says_so(capsys, tmp_path, lr):
 
 
 def test_writers_by_name(capsys, tmp_path):
-    """As by numbers in the names' order; without writers_test= a line says whose client_acc is."""
+    """As by numbers in the names' order, also far ones that differ by 1, and those below 0.
+
+    Without writers_test= a line says whose client_acc is."""
     four = ["cy", "ann", "bob", "dee"], [2, 0, 1, 3]
     names, numbers = (np.array(values)[np.arange(80) % 4] for values in four)
     clients, data, found = ["--partition", "natural", "--client-test"], tables(), []
-    for writers in (names, numbers, names.tolist()):
+    far, below = numbers + 1_700_000_000_000_000_000, (numbers - 1) * 10**11
+    for writers in (names, numbers, names.tolist(), far, far.tolist(), below):
         own_data = dataclasses.replace(data, writers=writers, writers_test=writers[:40])
         torch.manual_seed(0)
         args = flags(*clients)
@@ -97,6 +100,16 @@ def test_writers_by_name(capsys, tmp_path):
     line = "--client-test: not by writer; each client"
     assert said(capsys, tmp_path, data, linear(), *clients).err.count(line) == 1
     assert line in said(capsys, tmp_path, data, linear(), *clients[2:]).err
+
+
+def test_a_mean_of_pixels_alone():
+    """What of mean= and std= is not given is computed, as both are."""
+    x, y = torch.randint(0, 256, (9, 3, 4, 4), dtype=torch.uint8), torch.arange(9) % 2
+    both = common.Data(x, y, x, y, 2)
+    for name, other in ("mean", "std"), ("std", "mean"):
+        half = common.Data(x, y, x, y, 2, **{name: torch.full((3,), 0.25)})
+        assert getattr(half, name).flatten().tolist() == [0.25] * 3
+        assert torch.equal(getattr(half, other), getattr(both, other))
 
 
 def test_a_table_of_numbers(tmp_path):
