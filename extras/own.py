@@ -24,7 +24,7 @@ def words(parser, values):
     for what does not go together; names that are no flags are left to the parser."""
     found = []
     for name, value in values.items():
-        flag = common.canonical(f"--{name}")
+        flag = common.canonical(f"--{name}", parser._option_string_actions)
         action = parser._option_string_actions.get(flag)
         switch = action is not None and action.nargs == 0
         if value is None:

@@ -191,6 +191,11 @@ def test_aliases():
         --dirichlet_alpha 2 --local_epochs 20 --comm_round=7 --wd 0 --image_size 16"""
     same_flags = "--clients 5 --sample 0.5 --alpha 2 --rounds 7 --weight-decay 0 --image-size 16"
     assert parsed(words) == parsed(same_flags)
+    parser = common.flags("x", "x")
+    parser.add_argument("--beta", type=float)  # a method's own is not --alpha
+    for words in "--beta=0.3 --n_parties 5".split(), {"beta": 0.3, "n_parties": 5}:
+        args = parser.parse_args(words)
+        assert (args.beta, args.alpha, args.clients) == (0.3, 0.5, 5)
 
 
 def test_defaults_are_fedaligns_main_setting():
