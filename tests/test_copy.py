@@ -64,7 +64,7 @@ MISSING = [  # files that are copied, a command, and what its line names
     ("fedavg", "--workers 2", "--workers: copy engine.py and run_folder.py beside common.py"),
     ("fedavg", "--save-clients", "--save-clients: copy engine.py and run_folder.py beside"),
     ("fedavg", "--resume --out run", "engine.py: needed by --resume"),
-    ("fedavg", "--server adam", "extras/servers.py: needed by --server adam"),
+    ("fedavg", "--server adam", "extras/servers.py: needed by --server"),
     ("fedavg", "--dataset glyphs", "extras/glyphs.py: needed by --dataset glyphs"),
     ("fedavg", "--dataset femnist", "extras/readers.py: needed by --dataset femnist"),
     ("fedavg", "--model vgg9", "extras/backbones.py: needed by --model vgg9"),
@@ -105,6 +105,17 @@ def test_fedavg_from_the_shell(tmp_path, steps):
     assert (folder / "full" / "checkpoint.pt").exists()
     models = [torch.load(folder / out / "model.pt", weights_only=True) for out in ("run", "full")]
     assert same(*models)
+
+
+def test_a_missing_file_is_named_before_training(tmp_path, steps):
+    """With the engine too, whose server and readings come at the end of a round."""
+    for name in ("common", "fedavg", "engine", "run_folder"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    for flag, file in ("--server-lr 0.5", "servers.py"), ("--metric all", "metrics.py"):
+        done = run(tmp_path, [sys.executable, "fedavg.py", *steps, *flag.split(), "--out", "run"])
+        assert done.returncode == 2 and f"extras/{file}: needed by " in done.stderr
+        assert flag.split()[0] in done.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_an_error_within_a_file_is_not_a_missing_file(tmp_path, monkeypatch):
