@@ -96,7 +96,8 @@ def test_pages_and_results(tmp_path, capsys, pages):
     assert "| MOON | 41.50 +- 0.71 (2) | +1.50 +- 0.71 (2) |" in text
     readme = (tmp_path / "README.md").read_text()
     row = r"^\| \[`(\w+)\.py`\].* \| (.*) \| .* \| .* \|$"
-    accuracies = {name: text for name, text in re.findall(row, readme, re.M) if text != "-"}
+    shown = re.findall(row, readme, re.M)
+    accuracies = {name: text for name, text in shown if not text.startswith(("-", "own"))}
     assert accuracies == {"moon": "+1.00 +- 0.00 (2)", "fedavg": "1.00 +- 0.00 (2)"}  # of round 10
     assert re.search(r"Two labels a client, after the last .*(\n.*){3}\n\| FedAvg \| 4\.00 ", text)
     run_reproduce(capsys, "benchmark", "--publish", "--runs", tmp_path / "kept")
@@ -306,6 +307,23 @@ def test_the_points_at_equal_cost_are_of_the_runs():
                 assert float(cost) * last <= len(fedavg)
                 beside = np.interp(float(cost) * r, np.arange(1, len(fedavg) + 1), fedavg)
                 assert abs((own[r - 1] - beside).mean() - float(cell)) < 0.0501
+
+
+def test_the_accuracies_of_own_networks_are_of_the_runs():
+    """docs/personal.md: mean and worst of the clients after round 10; README: over FedAvg's."""
+    page = (ROOT / "docs" / "personal.md").read_text()
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \| `(.*)` \|$", page, re.M)
+    assert len(rows) == 4 and rows[0][2] == "benchmark/fedavg-ds0"
+    readme = (ROOT / "README.md").read_text()
+    for mean, worst, run in rows:
+        name = "client_acc" if run == rows[0][2] else "personal_acc"
+        shown = [accuracies(run, f"{name}_{each}")[9] for each in ("mean", "worst")]
+        assert [mean, worst] == [f"{value:.2f}" for value in shown]
+        over = float(mean) - float(rows[0][0])
+        script = run.partition("/")[2].removesuffix("-ds0")
+        told = re.search(rf"^\| \[`{script}.py`\].*\| own: \+([\d.]+) \(1\) \|", readme, re.M)
+        assert (told is None) == (script in ("fedavg", "fedavg-local"))
+        assert told is None or abs(float(told[1]) - over) < 0.006
 
 
 def test_the_worst_clients_are_of_the_runs():
