@@ -147,13 +147,15 @@ def draw(path, settings):
 
 def draw_settings(plt, settings):
     """Return a figure of {title: {method: (runs, pairs)}}: curves, and differences from FedAvg."""
-    size = {"figsize": (9, 3.6 * len(settings)), "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(len(settings), 2, **size)
+    heights = [max(3.6, 0.2 * len(found)) for found in settings.values()]
+    size = {"figsize": (9, sum(heights)), "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(settings), 2, height_ratios=heights, **size)
     colours = {}  # {method: its colour in all panels}
     for (left, right), (title, found) in zip(axes, settings.items()):
         gains = {k: [pair["over FedAvg"] for pair in pairs] for k, (_, pairs) in found.items()}
         gains = dict(sorted(gains.items(), key=lambda item: Mean.of(item[1]).mean))  # best last
         best = [method for method in reversed(gains) if method != "FedAvg"]
+        best.sort(key=lambda method: -len(gains[method]))  # of the most partitions first
         draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best[:5]]}, colours)
         draw_differences(right, gains)
         left.set_title(title)
