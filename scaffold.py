@@ -112,7 +112,7 @@ def main(argv=None, run=common.run):
     args.correction = args.correction or ("step" if scaled else "gradient")
     unknown = args.option == 2 and (args.persist_opt and args.momentum or args.optimizer != "sgd")
     if args.correction == "gradient" and unknown:
-        parser.error("argument --correction: gradient takes no RMSProp or --persist-opt's momentum")
+        parser.error("--correction gradient: --option 2 takes neither RMSProp nor --persist-opt")
     return run(args, local_update, aggregate)
 
 

@@ -137,7 +137,7 @@ fedmlb --pathways 9 | --pathways
 stochdepth | --model cnn; residual
 rfedavg_dp --noise 1 | --noise-clip
 scaffold --correction gradient --persist-opt | --persist-opt
-scaffold --correction gradient --optimizer rmsprop | argument --correction; RMSProp
+scaffold --correction gradient --optimizer rmsprop | --correction gradient; --option 2; RMSProp
 fednova --persist-opt | argument --persist-opt
 fednova --optimizer rmsprop | argument --optimizer
 fedprox --dirichlet_alpah 5 | arguments: --dirichlet-alpah; did you mean --alpha?
