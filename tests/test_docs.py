@@ -62,7 +62,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python" and block.mark
 def commands(block):
     """Return the words of each command of a sh block that starts with python, without `python`."""
     lines = block.text.replace("\\\n", " ").splitlines()
-    words = [shlex.split(line) for line in lines]
+    words = [shlex.split(line.partition(" | ")[0]) for line in lines]
     return [w[1:] for w in words if w[:1] == ["python"] and w[1:3] != ["-m", "pytest"]]
 
 
