@@ -8,6 +8,7 @@ from makers import CELLS, ROOT, Started, is_refused, make_run, read_rows, run_re
 from runs import config_of, write_config
 
 from reproduce import benchmark, jobs
+from reproduce.cells import read_published
 from reproduce.runs import read_run
 
 CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
@@ -219,11 +220,11 @@ def test_a_number_of_the_pages_is_its_run_s(row):
     assert checked > 1
 
 
-def over_fedavg(own, first, last, column="test_acc"):
+def over_fedavg(own, first, last, column="test_acc", k="012"):
     """Return the points over FedAvg, mean of rounds first to last, of each kept run that has them.
 
-    own: a run's name but for its partition."""
-    paths = sorted((ROOT / "results").glob(f"benchmark*/{own}-ds[012]"))
+    own: a run's name but for its partition, which is one of k."""
+    paths = sorted((ROOT / "results").glob(f"benchmark*/{own}-ds[{k}]"))
     names = [f"{path.parent.name}/{path.name}" for path in paths]
     pairs = [(accuracies(name, column), accuracies(fedavg_beside(name), column)) for name in names]
     long = [pair for pair in pairs if min(map(len, pair)) >= last]
@@ -263,13 +264,22 @@ def verdict(last, rounds):
     return "behind" if max(far) < -2 else ""
 
 
+def numbers_in(text):
+    """Return the numbers of a text, as they are written."""
+    return re.findall(r"-?\d+\.\d+", text)
+
+
+def check_numbers(text, exact):
+    """Fail unless a text has these numbers, rounded as it writes them."""
+    for shown, value in zip(numbers_in(text), exact, strict=True):
+        assert abs(float(shown) - value) < 0.5001 * 10 ** -len(shown.partition(".")[2])
+
+
 def test_which_methods_gain():
-    """Each row's differences after round 10, of n partitions or of partition 0, and its verdict."""
-    page = (ROOT / "docs/benchmark.md").read_text().replace("−", "-")
-    table = page.partition("### Which methods gain?")[2].partition("###")[0]
-    rows = re.findall(r"^\| ([A-Zrq].*?) \| ([+-]\d.*?) \|", table, re.M)
+    """Each row's differences, of n partitions or of partition 0, and the verdict of ten rounds."""
+    rows = tables_of_section("Which methods gain?")[0][2:]
     assert len(rows) > 12
-    for names, cell in rows:
+    for names, cell, each_one, ends, _ in rows:
         own = names.replace(", `--dyn-alpha 0.01`", "-alpha0.01").lower().split(", ")
         over = [over_fedavg(name, 10, 10) for name in own]
         asked = [each.mean() for each in over]
@@ -281,21 +291,49 @@ def test_which_methods_gain():
             assert {each.size for each in over} == {1}
         if " to " in cell:
             asked = max(asked), min(asked)
-        numbers = re.findall(r"-?\d+\.\d+", cell)
-        for shown, exact in zip(numbers, asked, strict=True):
-            assert abs(float(shown) - exact) < 0.5001 * 10 ** -len(shown.partition(".")[2])
+        check_numbers(cell, asked)
+        check_numbers(each_one, over[0] if "±" in cell else [])
+        found = {k: over_fedavg(name, 46, 50, k=k) for name in own for k in "012"}
+        found = {k: value[0] for k, value in found.items() if value.size}
+        check_numbers(ends, found.values())
+        assert re.findall(r"on (\d)", ends) == (list(found) if len(found) < 3 else [])
 
 
-def rows_of_section(title):
-    """Return the cells of the rows of the first table below a title of the page."""
+def tables_of_section(title):
+    """Return the tables below a title of the page: of each the cells of its rows."""
     page = (ROOT / "docs/benchmark.md").read_text().replace("−", "-")
-    table = page.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    section = page.partition(f"### {title}\n")[2].partition("\n#")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.M)
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        for table in tables
+    ]
+
+
+def test_the_published_numbers_and_ours():
+    """Every run of 50 rounds beside its number, and how far means of three are below theirs."""
+    (_, *rows), below = tables_of_section("Which published numbers are met?")
+    for name, number, *cells in rows[1:]:
+        method, _, labels = name.partition(", ")
+        cell = CELL["labels=2" if labels else "alpha=0.5", method]
+        assert read_published()[cell.key]["acc"][0] == number
+        own = "labels2-" * bool(labels) + method.lower()
+        runs = [f"benchmark-niid/{own}", *(f"benchmark/{own}-ds{k}" for k in (0, 1, 2))]
+        for shown, run in zip(cells, runs, strict=True):
+            there = (ROOT / "results" / run).exists() and len(accuracies(run)) == 50
+            check_numbers(shown, [accuracies(run)[45:].mean()] if there else [])
+    for method, *shown in zip(*below):
+        if cell := CELL.get(("alpha=0.5", method)):
+            last = np.array(
+                [accuracies(f"benchmark/{cell.method}-ds{k}".lower())[49] for k in range(3)]
+            )
+            number = float(read_published()[cell.key]["acc"][0])
+            check_numbers(" ".join(shown), [number - last.mean(), last.std(ddof=1)])
 
 
 def test_the_points_at_equal_cost_are_of_the_runs():
     """FedAvg's accuracy after cost * r rounds, interpolated, taken from the method's after r."""
-    (_, *heads), _, *rows = rows_of_section("At equal cost")
+    (_, *heads), _, *rows = tables_of_section("At equal cost")[0]
     runs = [f"benchmark/{{}}-ds{k}" for k in (0, 1, 2)] + ["benchmark-niid/{}"]
     assert len(heads) == 2 + len(runs) and len(rows) == 4
     for method, cost, rounds, *cells in rows:
@@ -327,7 +365,7 @@ def test_the_accuracies_of_own_networks_are_of_the_runs():
 
 
 def test_the_worst_clients_are_of_the_runs():
-    _, _, *rows = rows_of_section("The worst client")
+    rows = tables_of_section("The worst client")[0][2:]
     assert len(rows) == 7
     for method, *cells in rows:
         own = method.replace(", `--dyn-alpha 0.01`", "-alpha0.01").lower()
