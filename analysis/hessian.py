@@ -76,7 +76,8 @@ def hutchinson(product, probes, reduce=lambda d: d, tol=0.0):
     """Estimate E[reduce(v * H v)] over random signs v: (mean, standard error, how many probes).
 
     probes: chunks of random signs, (k, n). reduce: float64 (k, n) -> (k, ...); if not given the
-    diagonal is estimated. tol: end when the running mean moves by less than this share."""
+    diagonal is estimated. tol: end when the sum of the running mean moves by less than this share.
+    """
     mean, squares, used = 0.0, 0.0, 0
     for v in probes:
         for value in reduce((v * product(v)).double()):
@@ -84,7 +85,7 @@ def hutchinson(product, probes, reduce=lambda d: d, tol=0.0):
             before, shift = mean, value - mean
             mean = mean + shift / used
             squares = squares + shift * (value - mean)
-        if tol and used > 1 and abs(mean - before) < tol * (abs(before) + 1e-6):
+        if tol and used > 1 and (mean - before).sum().abs() < tol * (before.sum().abs() + 1e-6):
             break
     return mean, (squares / (used - 1) / used).sqrt(), used
 

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import io
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -24,8 +25,9 @@ ROOT = pathlib.Path(__file__).parent.parent  # the folder of the method scripts
 
 def file_name(text):
     """Return text if it can name the files of an analysis; an argparse type."""
-    if not text or "/" in text or "\\" in text:
-        raise argparse.ArgumentTypeError(f"takes a name of files, without slashes, not {text!r}")
+    if not text or "/" in text or "\\" in text or text.lower() == "config":  # the run's own
+        what = "takes a name of files, without slashes and not config"
+        raise argparse.ArgumentTypeError(f"{what}, not {text!r}")
     return text
 
 
@@ -111,6 +113,8 @@ def open_run(path, device="auto", data_dir=None):
         raise common.UserError(f"{path}: has not finished, {why}")
     if flags["dataset"].startswith("own-") or flags["model"].startswith("own-"):
         raise common.UserError(f"{path}: its data or network came from Python, not from flags")
+    if not math.isfinite(rows[-1]["test_loss"]):
+        raise common.UserError(f"{path}: has diverged, test loss {rows[-1]['test_loss']}")
     words = ["--resume", f"--out={path}", f"--device={device}", "--precision=fp32"]
     words += [f"--data-dir={data_dir}"] if data_dir else []
     call = method_call(config["script"], words)

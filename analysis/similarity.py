@@ -84,6 +84,8 @@ def layer_names(net):
 
 def analyse(run, args):
     """Return the result, arrays and pictures of a FinishedRun, as runs.keep() takes them."""
+    if len(run.data.x_test) < LEAST_SAMPLES:
+        raise common.UserError(f"{run.path}: needs {LEAST_SAMPLES} test samples or more")
     nets = [run.client_net(k) for k in run.clients]
     parts = tqdm(run.data.x_test.split(BATCH), "test set", disable=None)
     batches = (common.channels_last(run.data.normalise(x)) for x in parts)

@@ -9,6 +9,7 @@ def readings(y, predicted, classes):
     balanced: mean, over the classes in y, of the share of a class's samples that is right
     (sklearn.metrics.balanced_accuracy_score). macro F1: mean, over the classes in y or predicted,
     of 2 TP / (2 TP + FP + FN) (sklearn.metrics.f1_score(average="macro"))."""
+    classes = max(classes, int(predicted.max()) + 1)  # a network may have more outputs
     counts = torch.bincount(y * classes + predicted, minlength=classes**2).double()
     counts = counts.view(classes, classes)  # of each class, how many are taken for which
     right, true, told = counts.diagonal(), counts.sum(1), counts.sum(0)

@@ -43,7 +43,9 @@ def words(parser, values):
 
 def numbered(writers, writers_test=None):
     """Return arrays of names, of which the second may be None, as numbers in the names' order."""
-    names = np.concatenate([writers, [] if writers_test is None else writers_test])
+    names = [*writers, *([] if writers_test is None else writers_test)]
+    if odd := [name for name in names if not isinstance(name, (str, bytes))]:
+        raise UserError(f"data: writers and writers_test must all be names, or numbers: {odd[0]!r}")
     number = np.unique(names, return_inverse=True)[1]
     n = len(writers)
     return number[:n], None if writers_test is None else number[n:]
@@ -61,7 +63,8 @@ def data_of(train, test):
 
 def _read(dataset, name):
     """Return all samples (n, ...) and labels (n,) of a data set, which errors call name."""
-    if not hasattr(dataset, "__getitem__") or not len(dataset):
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not indexed or not len(dataset):
         raise UserError(f"data_of: {name} has no samples by an index, as map-style data sets do")
     x, y = None, torch.empty(len(dataset), dtype=torch.int64)
     for i in range(len(dataset)):
@@ -82,5 +85,7 @@ def _tensor(sample):
     """Return a sample as a tensor; a Pillow image as (channels, height, width) uint8."""
     if not hasattr(sample, "convert"):
         return torch.as_tensor(sample)
+    if sample.mode[0] in "IF":  # which convert() would clip at 255
+        raise TypeError(f"an image of mode {sample.mode}, with more than 8 bits a pixel")
     pixels = np.array(sample.convert("L" if sample.mode in ("1", "L") else "RGB"))
     return torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)

@@ -33,14 +33,8 @@ def split(data, args):
         raise UserError(
             f"--partition {args.partition}: no writers in --dataset {args.dataset}; {do}"
         )
-    known = {"writers": (data.writers, len(labels))}
-    if data.writers_test is not None:
-        known["writers_test"] = data.writers_test, len(data.y_test)
-    for name, (writers, n) in known.items():
-        if np.shape(writers) != (n,) or np.asarray(writers).dtype.kind not in "iu":
-            raise UserError(f"data: {name} must name or number the writer of each of {n} samples")
     deal = natural_partition if args.partition == "natural" else natural_iid_partition
-    return deal(np.asarray(data.writers), clients, seed, args.users)
+    return deal(data.writers, clients, seed, args.users)
 
 
 def fill_up(owner, clients, min_size, order):

@@ -52,6 +52,8 @@ def tiny_imagenet(root):
         if wnid not in labels:
             raise UserError(f"{annotations}, line {i}: class {wnid!r} is not in wnids.txt")
         test.append((root / "val" / "images" / name, labels[wnid]))
+    if not test:
+        raise UserError(f"{annotations}: names no image")
     statistics = common.STATISTICS["tiny-imagenet"]
     return load_images(root, train, test, len(labels), statistics=statistics)
 

@@ -255,6 +255,12 @@ def not_finite(run):
     run_folder.save(state, run / "checkpoint.pt")
 
 
+def diverged(run):
+    shutil.rmtree(run)
+    argv = "--lr 1e12 --local-steps 1 --rounds 1 --save-clients --out".split()
+    fedavg.main([*TINY, *argv, str(run)])
+
+
 WHOLE = pathlib.Path.exists  # no damage
 EXCHANGED = lambda run: shutil.copy(run / "clients/2-2.pt", run / "clients/1-2.pt")  # noqa: E731
 ANALYSED = lambda run: (run / "seen.json").write_text('{"round": 2}')  # noqa: E731
@@ -272,6 +278,8 @@ REFUSALS = [
     ("features", "--of own --classes 0 --samples 2", WHOLE, ["--classes", "--of all"]),
     ("similarity", "--name seen", ANALYSED, ["{0}/seen.json", "exists already", "--name"]),
     ("hessian_eval", "--name a/b", WHOLE, ["--name"]),
+    ("similarity", "--name config", WHOLE, ["--name", "not 'config'"]),
+    ("similarity", "", diverged, ["{0}", "has diverged"]),
     ("hessian_eval", "--landscape 1", WHOLE, ["--landscape"]),
 ]
 

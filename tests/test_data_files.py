@@ -274,6 +274,10 @@ def test_sent140_of_leaf(tmp_path):
     assert data.writers.tolist() == [0] * 5 + [1] * 3
     assert data.writers_test.tolist() == [0, 1, 1]
     assert read(data, data.x)[6] == "bob says \u00e91"
+    shard["user_data"]["cat"]["x"][3][4] = None
+    (tmp_path / "sent140" / "test" / "all.json").write_text(json.dumps(shard))
+    with pytest.raises(common.UserError, match="user 'cat'.*whose text is none"):
+        common.load_data(flags(*argv))
 
 
 def test_word_vectors(tmp_path):

@@ -264,6 +264,20 @@ def test_hessian_eval_as_the_authors(run):
     assert 2 < result["trace"]["probes"] == train.iterations < 200
 
 
+def test_the_authors_diagonal_draws_batches_for_each_probe(run):
+    """It is of the loop that makes the trace: the same probes, batches and end."""
+    args = hessian_eval.parse_flags([str(run), *"--authors --batch-size 1".split()])
+    opened = runs.open_run(run)
+    batches, found = [], []
+    for reduce in lambda d: d.sum(1), lambda d: d:
+        index = np.concatenate(opened.parts)
+        batches.append(hessian_eval.Batches(opened, index, args, tqdm(disable=True)))
+        found.append(hessian_eval.estimate(opened.net, batches[-1], args, reduce))
+    (trace, _, probes), (diagonal, *_) = found
+    assert [one.iterations for one in batches] == [probes, probes] and probes > 2
+    assert float(diagonal.sum()) == pytest.approx(float(trace), rel=1e-4)
+
+
 def test_hessian_eval_goes_on_after_results(run, tmp_path, capsys):
     """A run that has its result is not analysed again; a stopped run is finished."""
     b = tmp_path / "b"

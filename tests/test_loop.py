@@ -164,6 +164,7 @@ def test_evaluate_counts_the_whole_test_set():
         ([0, 0, 2, 2], [0, 3, 2, 2], 75, 100 * (2 / 3 + 1 + 0) / 3),
         ([1, 1], [1, 1], 100, 100),
         ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0] * 10, 50, 100 * 18 / 19 / 2),  # accuracy 90
+        ([1, 1], [1, 7], 50, 100 * (2 / 3 + 0) / 2),  # the network has more outputs than classes
     ],
 )
 def test_metrics_of_scikit_learn(y, predicted, balanced, f1):

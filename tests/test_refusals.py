@@ -180,6 +180,7 @@ FILES = [  # a damage, and a line as above
     (remove("femnist/train/*"), "FEMNIST | femnist/train; no samples in *.json; TalwalkarLab/leaf"),
     (pipe(SHARD), f"FEMNIST | {SHARD}: not a regular file"),
     (write(ANNOTATIONS, b"val_0.JPEG\tn03\nval_1.JPEG\n"), "TINY-IMAGENET | txt, line 2; ''"),
+    (write(ANNOTATIONS, b""), f"TINY-IMAGENET | {ANNOTATIONS}: names no image"),
     (remove("*/val/images/val_1.JPEG"), "TINY-IMAGENET | val_1.JPEG; No such file"),
     (pipe(ANNOTATIONS), f"TINY-IMAGENET | {ANNOTATIONS}: not a regular file"),
     (cut("*/train/*/*"), "IMAGENET | train/n; not a readable image | begun"),
