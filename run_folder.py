@@ -501,6 +501,7 @@ class RunFolder:
         self.models.versions = {k: v for k, v in self.models.versions.items() if v[0] == t}
         self.states.sync()
         self.models.sync()
+        (self.out / "model.pt").unlink(missing_ok=True)  # which would call the new rows finished
         self.write_rows()
         self.write_config()
         state = {
@@ -515,7 +516,6 @@ class RunFolder:
         save(state, self.out / "checkpoint.pt")
         self.states.commit(t)
         self.models.sweep()
-        (self.out / "model.pt").unlink(missing_ok=True)  # of an earlier end
         self.publish()
 
     def write_rows(self):

@@ -32,9 +32,12 @@ UNITS = {"MB up": 1e6, "host GiB": 2**30, "GPU GiB": 2**30}  # of what is printe
 
 def split(command):
     """Return (ranks, script, flags) of a command; UserError for a script that is not there."""
-    words = shlex.split(command)
-    ranks = int(words.pop(0)[:-1]) if words[0][:-1].isdigit() else 1
-    script = words.pop(0).removesuffix(".py")
+    try:
+        words = shlex.split(command)
+        ranks = int(words.pop(0)[:-1]) if words[0][:-1].isdigit() else 1
+        script = words.pop(0).removesuffix(".py")
+    except (ValueError, IndexError):
+        raise common.UserError(f"argument COMMAND: {command!r} names no script") from None
     if not (ROOT / f"{script}.py").is_file():
         raise common.UserError(f"argument COMMAND: there is no {script}.py")
     return ranks, script, words

@@ -427,7 +427,9 @@ def main(argv=None):
             cases = [way + case for case in cases for way in ("", "compiled ")]
         with concurrent.futures.ThreadPoolExecutor(part.jobs) as pool:
             fine += (pool.map if args.processes else map)(run, cases)
-    return int(not fine or not all(fine))
+    if not fine:
+        parser.error(f"argument --only: no case holds {args.only!r}")
+    return int(not all(fine))
 
 
 if __name__ == "__main__":

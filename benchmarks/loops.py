@@ -35,8 +35,9 @@ import fedavg  # noqa: E402
 import run_folder  # noqa: E402
 from analysis.synthetic import images  # noqa: E402
 
-# flags of fedavg.py that the conventional loop does not implement
-NOT_CONVENTIONAL = "precision clip optimizer local_steps drop_last weighting server persist_opt"
+# flags of fedavg.py that the loops beside it do not implement
+NOT_BARE = "precision clip optimizer"
+NOT_CONVENTIONAL = f"{NOT_BARE} local_steps drop_last weighting server persist_opt"
 
 
 def federated(args, data):
@@ -60,7 +61,7 @@ def new_net(args, data):
 
 def plain_sgd(net, args):
     """Return torch's own SGD with the hyper-parameters of args."""
-    more = {"weight_decay": args.weight_decay, "nesterov": args.nesterov}
+    more = {"weight_decay": args.weight_decay, "nesterov": args.nesterov and args.momentum > 0}
     return torch.optim.SGD(net.parameters(), args.lr, args.momentum, **more)
 
 
@@ -152,7 +153,7 @@ def conventional(args, data, loaders):
 
 
 def parse_flags(argv):
-    """Return the flags of argv; exits for those that the conventional loop does not implement."""
+    """Return the flags of argv; exits for those that the loop does not implement."""
     parser = common.flags(__doc__, __file__)
     add, cores = parser.add_argument, min(common.CORES, 8)
     add("loop", choices=["bare", "conventional"], help="what fedavg.py is compared with")
@@ -161,13 +162,11 @@ def parse_flags(argv):
     add("--loaders", type=common.integers(0), default=[0, cores], help="of the conventional loop")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1)
     args = parser.parse_args(argv)
-    if args.loop == "bare":
-        args.augment = "none"
-        return args
-    defaults = parser.parse_args([args.loop])
-    for flag in NOT_CONVENTIONAL.split():
+    defaults, is_bare = parser.parse_args([args.loop]), args.loop == "bare"
+    for flag in (NOT_BARE if is_bare else NOT_CONVENTIONAL).split():
         if getattr(args, flag) != getattr(defaults, flag):
-            parser.error(f"argument --{flag.replace('_', '-')}: not in the conventional loop")
+            parser.error(f"argument --{flag.replace('_', '-')}: not in the {args.loop} loop")
+    args.augment = "none" if is_bare else args.augment
     return args
 
 

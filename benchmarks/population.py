@@ -134,4 +134,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    with common.one_line_errors("population"):
+        main()

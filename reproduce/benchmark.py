@@ -19,6 +19,7 @@ finished (the learning rate is constant, so a run of ten rounds would give the s
 a +- b (n): mean and sample standard deviation over n partitions.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -228,8 +229,9 @@ def keep(run):
 
     A run that is kept with more rounds stays."""
     folder = KEPT / run.path.name
-    if folder.exists() and len(read_run(folder).rows) > len(run.rows):
-        return
+    with contextlib.suppress(common.UserError):  # none yet, or one that a kill has cut
+        if len(read_run(folder).rows) > len(run.rows):
+            return
     folder.mkdir(parents=True, exist_ok=True)
     flags = run.config["flags"] | {"out": f"results/benchmark/{folder.name}"}
     text = json.dumps(run_folder.sealed(run.config | {"flags": flags}), indent=1)

@@ -1,6 +1,7 @@
 """Figures of a run, their means over runs, and what tells the rows of a table apart."""
 
 import dataclasses
+import math
 import statistics
 from collections import namedtuple
 
@@ -31,7 +32,8 @@ class Mean:
     def of(cls, values):
         """Return the Mean of numbers, of which None is a missed one."""
         numbers = [v for v in values if v is not None]
-        std = statistics.stdev(numbers) if len(numbers) > 1 else None
+        finite = all(map(math.isfinite, numbers))
+        std = (statistics.stdev(numbers) if finite else math.nan) if len(numbers) > 1 else None
         mean = statistics.fmean(numbers) if numbers else None
         return cls(mean, std, len(numbers), len(values) - len(numbers))
 
@@ -105,13 +107,13 @@ def show_figure(column, mean, group):
     """Return a Mean as its cell of the table."""
     if column.startswith("to "):
         return show_censored(mean, group.rounds)
-    if column in ("worst client", "personal") and mean.missed:  # measured in some of the runs alone
-        return f"{mean.show()} (n = {mean.n})"
-    if column in own_figures(group.runs[0].rows):
-        return mean.show(".4g", ".2g")
-    if column in ("s/round", "MB/round", "delta bytes") and mean.mean and mean.mean >= 10:
-        return mean.show(",.1f" if mean.mean < 1000 else ",.0f")
-    return mean.show()
+    forms = (",.2f",)
+    if column in set().union(*(own_figures(run.rows) for run in group.runs)):
+        forms = ".4g", ".2g"
+    elif column in ("s/round", "MB/round", "delta bytes") and mean.mean and mean.mean >= 10:
+        forms = (",.1f" if mean.mean < 1000 else ",.0f",)
+    fewer = f" (n = {mean.n})" * bool(mean.n and mean.missed)  # not measured in all of the runs
+    return mean.show(*forms) + fewer
 
 
 def show_censored(mean, rounds):

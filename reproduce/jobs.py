@@ -42,11 +42,12 @@ def with_seeds(args, commands):
     for seed in range(args.data_seeds or args.seeds or 1):
         own = bool(args.data_seeds and seed)
         more = f" --seed {seed}" + f" --data-seed {seed}" * own
-        more += f" --data-dir {data}" * bool(args.data_dir)
         for folder, command in commands.items():
             place = pathlib.Path(f"{folder}-seed{seed}" + f"-data{seed}" * own)
-            # word vectors lie beside the data
+            # word vectors lie beside the data, and a folder of images in it
             seeded[place] = command.replace(" data/", f" {data}/") + more
+            if args.data_dir and "--data-dir" not in command:
+                seeded[place] += f" --data-dir {data}"
     return seeded
 
 
@@ -150,6 +151,7 @@ def scripts_plan(args, extra):
         values = [f"{k}={v}" for k, v in point.items()]
         words = [script, *extra, *own, *(f"--{value}" for value in values)]
         set_here = ["--seed", "--out", "--resume"] + ["--data-seed"] * bool(args.data_seeds)
+        set_here.append("--plain")  # whose runs cannot be compared
         given = [common.canonical(word).split("=")[0] for word in words]
         if taken := [flag for flag in given if flag in set_here]:
             why = "set by reproduce; see --seeds, --data-seeds and --runs"
@@ -203,6 +205,8 @@ def line_left(folder, command):
     if not whole or len(run.rows) < call.args.rounds:
         return [*line, "--resume"]
     flags = common.flag_values(call.args)
+    if "--precision" not in {common.canonical(word).split("=")[0] for word in words}:
+        flags["precision"] = run.flags["precision"]  # not what this machine's default is
     if flags["augment"] == run.config["flags"]["augment"]:  # auto, which the data have settled
         flags["augment"] = run.flags["augment"]
     asked, began = decisive_flags(flags), decisive_flags(run.flags)
@@ -262,7 +266,11 @@ def run_all(commands, left, after, deadline=math.inf):
     numbers = {folder: f"{i}/{len(commands)}" for i, folder in enumerate(commands, 1)}
     try:
         with tqdm(total=total, initial=done(commands), unit="round", disable=None) as bar:
-            for folder, line in list(left.items()):
+            for folder in list(left):
+                line = left[folder] = line_left(folder, commands[folder])
+                if not line:  # another process has finished it
+                    del left[folder]
+                    continue
                 if bar.disable:
                     print(f"\n[{numbers[folder]}] python {shlex.join(line)}", flush=True)
                 bar.set_description(f"{numbers[folder]} {folder.name}")

@@ -14,18 +14,24 @@ HESSIAN = ("lambda_max", "H_T", "H_N", "H_D")
 
 @functools.cache
 def cells_by_flags():
-    """Return {(script, flags that decide): [cell, ...]} of all cells."""
+    """Return {key_of(script, flags): [cell, ...]} of all cells."""
     found = {}
     for cell in itertools.chain(*all_cells().values()):
-        flags = json.dumps(decisive_flags(parsed_flags(cell.command)), sort_keys=True)
-        found.setdefault((cell.script, flags), []).append(cell)
+        found.setdefault(key_of(cell.script, parsed_flags(cell.command)), []).append(cell)
     return found
+
+
+def key_of(script, flags):
+    """Return what a cell and its runs share; tf32, a GPU's default, and fp32 are one."""
+    flags = decisive_flags(flags)
+    flags["precision"] = flags["precision"] == "bf16"
+    return script, json.dumps(flags, sort_keys=True)
 
 
 def matching_cells(group):
     """Return the cells with all flags of this group, which of several partitions has the first."""
-    flags = decisive_flags(group.flags | {"data_seed": group.data_seeds[0]})
-    return cells_by_flags().get((group.script, json.dumps(flags, sort_keys=True)), [])
+    flags = group.flags | {"data_seed": group.data_seeds[0]}
+    return cells_by_flags().get(key_of(group.script, flags), [])
 
 
 def published_lines(groups, wanted=None):
@@ -37,8 +43,9 @@ def published_lines(groups, wanted=None):
         for cell in matching_cells(group):
             if cell.key in published and (not wanted or cell[:2] in wanted):
                 entries.setdefault(cell.key, (cell, []))[1].append(group)
-    for key, (cell, own) in entries.items():
-        for metric, (value, std) in published[key].items():
+    for key, (cell, alike) in entries.items():
+        each = [alike] if cells_of(cell) > 1 else [[group] for group in alike]
+        for own, (metric, (value, std)) in itertools.product(each, published[key].items()):
             for found in measure(cell, metric, own, groups):
                 line = line_of(cell, {"published": value, "published_std": std, **found}, own)
                 same = json.dumps(line | {"table": ""})
@@ -109,13 +116,18 @@ def measure(cell, metric, own, groups):
     return []  # MACs and parameters are analysis.cost's
 
 
-def column(cell, own, figure, name, **asked):
-    """Return a column of the main table; asked: at or targets of means().
+def cells_of(cell):
+    """Return over how many cells a published number is a mean; FedMLB's Table 6 has such."""
+    return sum(c.key == cell.key for c in all_cells()[cell[:2]])
 
-    There are several groups where the published number is a mean over cells, FedMLB's Table 6."""
+
+def column(cell, own, figure, name, **asked):
+    """Return a column of the main table, over own, one group or those of several cells.
+
+    asked: at or targets of means()."""
     each = [means(group, **asked).get(name) for group in own]
     found = {"figure": figure, "value": None, "text": "-", "n": own[0].count()}
-    cells = sum(c.key == cell.key for c in all_cells()[cell[:2]])
+    cells = cells_of(cell)
     if None in each:
         return found
     if cells == 1:  # there is no mean of rounds of which some are censored
@@ -149,7 +161,7 @@ def hessian_of(run):
 
     H_N and H_D are there in the reading behind FedAlign's Table 1 alone."""
     result = read_result(run.path, "hessian")
-    if not result:
+    if "eigenvalues" not in (result or {}):  # none, or another analysis of that name
         return {}
     numbers = {"lambda_max": result["eigenvalues"][0]["value"], "H_T": result["trace"]["value"]}
     if result["settings"]["diagonal"] == "tensor":

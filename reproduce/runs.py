@@ -96,8 +96,10 @@ def read_run(path):
     flags = shared_flags() | config["flags"]
     flags["augment"] = config.get("augment", flags["augment"])  # what auto came to
     flags["epochs"] = None if flags["local_steps"] else flags["epochs"]
-    rows, file = run_folder.read_rows(path, config), path / "metrics.jsonl"
-    if len(rows) < (file.read_bytes().count(b"\n") if file.exists() else 0):
+    file = path / "metrics.jsonl"
+    lines = file.read_bytes().count(b"\n") if file.exists() else 0  # first: the run may go on
+    rows = run_folder.read_rows(path, config)
+    if len(rows) < lines:
         number = len(rows) + 1
         why = f"line {number} is damaged, or of another run"
         raise common.UserError(f"{file}: {why}; it should be the row of round {number}")

@@ -72,14 +72,15 @@ def test_a_setting_names_what_acts(tmp_path):
 
 
 def test_what_a_method_reports_is_a_column(tmp_path, capsys):
-    """The last round's, with four digits; a run without it has none; lists are no numbers."""
-    a = make_run(tmp_path / "a", largest_step=0.001234, by_client=[1, 2], flag=True)
-    b = make_run(tmp_path / "b", seed=1, largest_step=0.002234)
+    """The last round's, with four digits; a run without it does not count; lists are no numbers."""
+    a = make_run(tmp_path / "a", seed=2)
+    b = make_run(tmp_path / "b", largest_step=0.001234, by_client=[1, 2], flag=True)
+    c = make_run(tmp_path / "d", seed=1, largest_step=0.002234)
     other = make_run(tmp_path / "c", "fedprox.py --dataset glyphs --rounds 4")
-    _, out, _ = run_compare(capsys, a, b, other, "--csv", tmp_path / "x.csv")
+    _, out, _ = run_compare(capsys, a, b, c, other, "--csv", tmp_path / "x.csv")
     lines = [line for line in out.splitlines() if line.startswith(("method", "FedAvg", "FedProx"))]
     assert "largest_step" in lines[0] and "by_client" not in out and "flag" not in out
-    assert "0.001734 +- 0.00071" in lines[1] and "0.0017" not in lines[2]
+    assert "0.001734 +- 0.00071 (n = 2)" in lines[1] and "0.0017" not in lines[2]
     (row,) = [row for row in csv_rows(tmp_path / "x.csv") if row["figure"] == "largest_step"]
     assert float(row["measured"]) == pytest.approx(0.001734) and row["n"] == "2"
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from makers import CELLS, cells_by_method, make_cell_run, make_groups, make_run, run_compare
+from runs import write_config
 
 from reproduce.cells import parsed_flags
 from reproduce.published import matching_cells
@@ -73,6 +74,14 @@ def test_what_sets_a_published_number_apart_stands_under_the_table(tmp_path, cap
     for row in csv.DictReader((tmp_path / "all.csv").open()):
         assert row["caveat"] == (a.caveat if "Tiny-ImageNet" in row["setting"] else "")
     assert "authors' code" not in run_compare(capsys, runs[2])[1]
+
+
+def test_each_code_has_its_line(tmp_path, capsys):
+    """Runs of a cell whose code differs are rows of their own, here as in the main table."""
+    runs = [make_cell_run(tmp_path / str(k), MLB, 30.0 + k) for k in range(2)]
+    write_config(runs[1], code={"local_update": "another 1"})
+    out = run_compare(capsys, *runs)[1].partition("Beside the published numbers")[2]
+    assert re.findall(r"EMA at round 500 +1 +(\S+)", out) == ["30.00", "31.00"]
 
 
 def test_runs_that_are_not_the_cell_have_no_published_number(tmp_path):

@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import run_folder
+import torch
 from analysis.runs import method_call
 from conftest import refusal
 from makers import (
@@ -57,6 +58,8 @@ def test_dry_run_prints_what_is_left(tmp_path, lines):
     assert "--seed 1" in line and line.endswith("--resume") and last.startswith(cost)
     text = lines("rfedavg", "I", "--only", "FedAvg,Sent140", "--data-dir", "/x")[0]
     assert "--vectors /x/glove" in text and " --data-dir /x " in text
+    text = lines("niid-bench", "cifar-10", "--only", "MOON", "--data-dir", "/x")[0]
+    assert text.count("--data-dir") == 1 and " --data-dir /x/cifar10 " in text
     seeds = [line.partition("--seed ")[2] for line in lines(*argv[:2], "--data-seeds", "2")]
     assert seeds[0].startswith("0 --out ") and seeds[10].startswith("1 --data-seed 1 --out ")
 
@@ -131,6 +134,7 @@ REFUSALS = [
     ("fedavg --sweep a,b=1,2/3", "takes FLAG=a,b"),
     ("fedavg --sweep lr=0.1,no", "fedavg.py: argument --lr: must be a number"),
     ("'fedavg.py,fedprox.py --out=x --resume'", "argument --out: set by reproduce"),
+    ("fedavg --plain", "argument --plain: "),
     ("fedavg --sweep seed=1,2", "argument --seed: set by reproduce"),
     ("fedavg --sweep data-seed=1,2 --data-seeds 2", "argument --data-seed: set by reproduce"),
     ("fedavg --seeds 2 --data-seeds 2", "--data-seeds: varies --seed too"),
@@ -165,7 +169,7 @@ KEPT = [  # more flags, and what is told then: a refusal, --resume, or "" of a f
 ]
 
 
-def test_what_is_finished(tmp_path, capsys):
+def test_what_is_finished(tmp_path, capsys, monkeypatch):
     """A run without its last weights goes on; not a record, of which nothing else is kept."""
     folder = tmp_path / "sweep-fedavg-momentum" / "momentum0-seed0"
     make_run(folder, f"fedavg.py {GLYPHS} --momentum 0 --lr 0.03")
@@ -184,6 +188,10 @@ def test_what_is_finished(tmp_path, capsys):
     write_config(folder, code=code)
     (folder / "checkpoint.pt").unlink()
     assert run_reproduce(capsys, *argv)[1] == ""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # whose default is tf32
+    assert run_reproduce(capsys, *argv)[1] == ""
+    assert "--precision" in run_reproduce(capsys, *argv, "--precision", "bf16")[2]
+    monkeypatch.undo()
     command = "fedavg.py --dataset folder --rounds 4"
     folder = write_config(make_run(tmp_path / "a", command), augment="none")  # of grey images
     for more in ("", " --augment none"):
@@ -210,6 +218,19 @@ def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, started):
     started.clear()
     code, out, _ = run_reproduce(capsys, "fedprox.py,fedavg.py,moon.py --mu 5", *argv)
     assert [line[0] for line in started] == 3 * ["fedprox.py"] and "9 of 9 runs finished" in out
+
+
+def test_what_another_process_has_finished_is_not_run(tmp_path, capsys, monkeypatch):
+    """The runs of both scripts are made while the first of them runs."""
+    argv, started = ["fedavg,fedprox", *shlex.split(GLYPHS), "--runs", tmp_path], Started()
+    left = run_reproduce(capsys, *argv, "--dry-run")[1].splitlines()
+
+    def run_child(line, *_):
+        return max(started(shlex.split(each)[1:]) for each in left)
+
+    monkeypatch.setattr(jobs, "run_child", run_child)
+    code, out, _ = run_reproduce(capsys, *argv)
+    assert code == 0 and len(started) == 2 and "2 of 2 runs finished" in out
 
 
 def test_a_whole_table(tmp_path, capsys, started):

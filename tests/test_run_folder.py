@@ -95,6 +95,15 @@ def test_what_a_run_leaves(run):
     assert contents(run) == before
 
 
+def test_a_kill_after_the_rows_of_more_rounds_leaves_no_end(run, monkeypatch):
+    """model.pt of fewer rounds would let the run pass for finished."""
+    monkeypatch.setattr(run_folder, "save", None)  # the checkpoint that names the row
+    with pytest.raises(TypeError):
+        scaffold.main([*resumed(run), "--rounds", "3"])
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not (run / "model.pt").exists()
+
+
 def test_the_flags_of_the_run_are_the_defaults(tmp_path):
     """For what --resume gives alone; those that decide nothing may be others."""
     out = tmp_path / "run"

@@ -1,5 +1,6 @@
 """Run folders as the package reproduce reads them: figures by hand, groups, damaged files."""
 
+import math
 import re
 
 import pytest
@@ -37,6 +38,12 @@ def test_figures_by_hand(tmp_path):
     assert (got["s/round"], got["train s/round"]) == (4, 2)
     assert got["MB/round"] == pytest.approx(1.021 / 7)
     assert figures(run, 3)["last"] == 20
+
+
+def test_a_mean_of_what_is_not_finite():
+    """A run that has diverged does not end the table of the others."""
+    assert Mean.of([math.nan, 1.0]).show() == "nan +- nan"
+    assert Mean.of([math.inf, 1.0, None]).show() == "inf +- nan"
 
 
 def test_what_decides_a_result(tmp_path):
