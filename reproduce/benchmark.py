@@ -156,8 +156,9 @@ def draw_settings(plt, settings):
         gains = {k: [pair["over FedAvg"] for pair in pairs] for k, (_, pairs) in found.items()}
         gains = dict(sorted(gains.items(), key=lambda item: Mean.of(item[1]).mean))  # best last
         best = [method for method in reversed(gains) if method != "FedAvg"]
-        best.sort(key=lambda method: -len(gains[method]))  # of the most partitions first
-        draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best[:5]]}, colours)
+        most = max(len(gains[method]) for method in best)  # curves over fewer would be noisier
+        best = [method for method in best if len(gains[method]) == most][:5]
+        draw_accuracies(left, {k: found[k][0] for k in ["FedAvg", *best]}, colours)
         draw_differences(right, gains)
         left.set_title(title)
         for ax in (left, right):

@@ -127,6 +127,21 @@ def test_curves_are_of_shared_partitions_in_their_colours(tmp_path):
     plt.close("all")
 
 
+def test_curves_are_of_the_methods_with_the_most_partitions(tmp_path):
+    """Best first; a method of fewer would leave one partition to all of them."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    gains = {"FedAvg": (0, 0), "MOON": (1, 1), "FedNova": (2, 3), "FedDyn": (9,)}
+    found = {}
+    for method, each in gains.items():
+        folders = [make(tmp_path, method, k, (1, 2)) for k in range(len(each))]
+        found[method] = [read_run(f) for f in folders], [{"over FedAvg": gain} for gain in each]
+    figure = benchmark.draw_settings(plt, {"after round 10": found})
+    drawn = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert drawn == ["FedAvg", "FedNova", "MOON"]
+    assert [text.get_text() for text in figure.axes[1].get_yticklabels()][-1] == "FedDyn (1)"
+    plt.close("all")
+
+
 def test_runs_of_other_flags_are_not_published(tmp_path, capsys, pages):
     """Nor is anything written to a page without its marks."""
     folder = make(tmp_path, "MOON", 0, (1, 2, 3, 4))
