@@ -19,8 +19,8 @@ in eval mode: batch norm uses its running statistics, stochastic depth its expec
                             1's magnitudes are of this reading.
     --authors               the rest of their code's choices: best.pt instead of the final model,
                             ten augmented batches drawn anew for each product, --diagonal tensor,
-                            and a trace, and a diagonal by its trace, that stop when the running
-                            mean moves by less than 0.1%.
+                            and an end of trace and diagonal once the trace's running mean
+                            moves by less than 0.1%.
 Their test for that lacks an absolute value, so that a negative mean stops it at once; ours has it.
 Their power iteration sees other batches at each product; our eigenvalues, density and loss surface
 are of one draw of the ten, since they are of one matrix.

@@ -42,10 +42,15 @@ def words(parser, values):
 
 
 def numbered(writers, writers_test=None):
-    """Return arrays of names, of which the second may be None, as numbers in the names' order."""
+    """Return arrays of names, of which the second may be None, as numbers in the names' order.
+
+    UserError for a missing name, and where names and numbers are mixed."""
     names = [*writers, *([] if writers_test is None else writers_test)]
-    if odd := [name for name in names if not isinstance(name, (str, bytes))]:
-        raise UserError(f"data: writers and writers_test must all be names, or numbers: {odd[0]!r}")
+    for kind in (str, bytes, (int, np.integer)):  # numbers too, as pandas' columns of objects
+        if all(isinstance(name, kind) for name in names):
+            break
+    else:
+        raise UserError("data: writers and writers_test must all be names, or all be integers")
     number = np.unique(names, return_inverse=True)[1]
     n = len(writers)
     return number[:n], None if writers_test is None else number[n:]

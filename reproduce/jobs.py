@@ -151,11 +151,12 @@ def scripts_plan(args, extra):
         values = [f"{k}={v}" for k, v in point.items()]
         words = [script, *extra, *own, *(f"--{value}" for value in values)]
         set_here = ["--seed", "--out", "--resume"] + ["--data-seed"] * bool(args.data_seeds)
-        set_here.append("--plain")  # whose runs cannot be compared
         given = [common.canonical(word).split("=")[0] for word in words]
         if taken := [flag for flag in given if flag in set_here]:
             why = "set by reproduce; see --seeds, --data-seeds and --runs"
             raise common.UserError(f"argument {taken[0]}: {why}")
+        if "--plain" in given:
+            raise common.UserError("argument --plain: leaves a run that cannot be compared")
         place = folder / slug(" ".join(values if swept else [script[:-3], *own, *values]))
         if place in commands:
             what = "--sweep: two points" if swept else "PAPER: two runs"
@@ -205,8 +206,9 @@ def line_left(folder, command):
     if not whole or len(run.rows) < call.args.rounds:
         return [*line, "--resume"]
     flags = common.flag_values(call.args)
-    if "--precision" not in {common.canonical(word).split("=")[0] for word in words}:
-        flags["precision"] = run.flags["precision"]  # not what this machine's default is
+    given = {common.canonical(word).split("=")[0] for word in words}
+    if "--precision" not in given and run.flags["precision"] != "bf16":
+        flags["precision"] = run.flags["precision"]  # fp32 or tf32, as that machine's default is
     if flags["augment"] == run.config["flags"]["augment"]:  # auto, which the data have settled
         flags["augment"] = run.flags["augment"]
     asked, began = decisive_flags(flags), decisive_flags(run.flags)

@@ -223,7 +223,7 @@ def test_layer_names():
     assert names[:3] == ["stem", "stage1.1", "stage1.2"]
 
 
-def test_similarity_of_a_run(run, capsys):
+def test_similarity_of_a_run(run, capsys, monkeypatch):
     similarity.main([str(run), "--device", "cpu", "--name", "layers"])
     result = json.loads((run / "layers.json").read_text())
     opened = runs.open_run(run)
@@ -237,6 +237,8 @@ def test_similarity_of_a_run(run, capsys):
     assert "conv1" in out
     for path in run.glob("layers*"):
         assert f"wrote {path}\n" in out
+    monkeypatch.setattr(similarity, "LEAST_SAMPLES", 201)
+    refused_amid_output(capsys, similarity, [run], "needs 201 test samples")
 
 
 # --- refusals: an analysis, its flags, what happens to the run before, and words of the line

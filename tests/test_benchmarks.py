@@ -45,6 +45,11 @@ def test_loops_run(loop, capsys):
     assert 0 < figures["ratio"] == pytest.approx(figures["fedavg"] / figures[loop])
 
 
+def test_a_plain_loop_without_momentum():
+    args = loops.parse_flags(["bare", "--momentum", "0"])
+    assert not loops.plain_sgd(torch.nn.Linear(1, 1), args).defaults["nesterov"]
+
+
 def test_commands_run(capsys):
     """Two ranks of a script; test_a_command_is_measured() has one process."""
     flags = "--clients 400 --sample 0.005 --local-steps 1 --rounds 2 --repeats 1 --device cpu"

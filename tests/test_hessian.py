@@ -278,6 +278,12 @@ def test_the_authors_diagonal_draws_batches_for_each_probe(run):
     assert float(diagonal.sum()) == pytest.approx(float(trace), rel=1e-4)
 
 
+def test_negative_eigenvalues_are_found(capsys):
+    pairs = [{"value": value, "residual": 1e-4} for value in (2.0, -1.0, 0.01)]
+    hessian_eval.warn("run", {"eigenvalues": pairs}, 3)
+    assert "run: 1 eigenvalues not found" in capsys.readouterr().out
+
+
 def test_hessian_eval_goes_on_after_results(run, tmp_path, capsys):
     """A run that has its result is not analysed again; a stopped run is finished."""
     b = tmp_path / "b"

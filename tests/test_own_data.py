@@ -243,7 +243,7 @@ def of_writers(**fields):
         (lambda: common.Data(X, Y, X[:, :3], Y, 3), "x_test is [6, 3] torch.float32, and x [6, 4]"),
         (lambda: common.Data(X / 0, Y, X, Y, 3), "x holds NaN or infinity, as in [0]"),
         (lambda: common.Data(X, Y, X, Y, 3, writers=W[:5]), "data: writers must name or number"),
-        (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or numbers: None"),
+        (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or all be"),
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),
         (lambda: of_writers(writers=W, writers_test=W[:7]), "data: writers_test must name or"),
         (lambda: own.data_of([], GOOD), "train has no samples by an index"),

@@ -94,6 +94,8 @@ def test_runs_that_are_not_the_cell_have_no_published_number(tmp_path):
         text.replace("data/glove.6B.300d.txt", "random"): False,
         text.replace("data/", "/mnt/"): True,
         f"{avg} --augment auto": True,
+        f"{avg} --precision tf32": True,
+        f"{avg} --precision bf16": False,
     }
     for i, (line, matches) in enumerate(lines.items()):
         accuracies = [50.0] * parsed_flags(line)["rounds"]

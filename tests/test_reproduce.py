@@ -22,7 +22,7 @@ from makers import (
     run_reproduce,
     write_rows,
 )
-from runs import write_config
+from runs import config_of, write_config
 
 from reproduce import compare, jobs, published
 from reproduce.cells import Cell, homes, parsed_flags
@@ -134,7 +134,7 @@ REFUSALS = [
     ("fedavg --sweep a,b=1,2/3", "takes FLAG=a,b"),
     ("fedavg --sweep lr=0.1,no", "fedavg.py: argument --lr: must be a number"),
     ("'fedavg.py,fedprox.py --out=x --resume'", "argument --out: set by reproduce"),
-    ("fedavg --plain", "argument --plain: "),
+    ("fedavg --plain", "argument --plain: leaves a run that cannot be compared"),
     ("fedavg --sweep seed=1,2", "argument --seed: set by reproduce"),
     ("fedavg --sweep data-seed=1,2 --data-seeds 2", "argument --data-seed: set by reproduce"),
     ("fedavg --seeds 2 --data-seeds 2", "--data-seeds: varies --seed too"),
@@ -189,8 +189,11 @@ def test_what_is_finished(tmp_path, capsys, monkeypatch):
     (folder / "checkpoint.pt").unlink()
     assert run_reproduce(capsys, *argv)[1] == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # whose default is tf32
-    assert run_reproduce(capsys, *argv)[1] == ""
+    assert run_reproduce(capsys, *argv) == (0, "", "")
     assert "--precision" in run_reproduce(capsys, *argv, "--precision", "bf16")[2]
+    config = config_of(folder)["flags"]
+    write_config(folder, flags=config | {"precision": "bf16"})
+    assert is_refused(run_reproduce(capsys, *argv), "another --precision (bf16, now tf32)")
     monkeypatch.undo()
     command = "fedavg.py --dataset folder --rounds 4"
     folder = write_config(make_run(tmp_path / "a", command), augment="none")  # of grey images
