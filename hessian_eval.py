@@ -92,8 +92,8 @@ def estimate(net, batches, args, reduce):
     w = hessian.flatten(hessian.trainable(net))
     at_once = 1 if args.authors else max(1, AT_ONCE // len(w))
     probes = hessian.random_signs(w, args.probes, args.seed, at_once)
-    product, tol = functools.partial(hessian.hvp, net, batches), TOLERANCE * args.authors
-    return hessian.hutchinson(product, probes, reduce, tol)
+    product = functools.partial(hessian.hvp, net, batches)
+    return hessian.hutchinson(product, probes, reduce, tol=TOLERANCE * args.authors)
 
 
 def measure_diagonals(run, train, args, bar):

@@ -162,10 +162,8 @@ def parse_flags(argv):
     add("--loaders", type=common.integers(0), default=[0, cores], help="of the conventional loop")
     parser.set_defaults(dataset="cifar10", model="cnn", clients=10, partition="iid", epochs=1)
     args = parser.parse_args(argv)
-    defaults, is_bare = (
-        parser.parse_args([args.loop, f"--device={args.device}"]),
-        args.loop == "bare",
-    )
+    defaults = parser.parse_args([args.loop, f"--device={args.device}"])
+    is_bare = args.loop == "bare"
     for flag in (NOT_BARE if is_bare else NOT_CONVENTIONAL).split():
         if getattr(args, flag) != getattr(defaults, flag):
             parser.error(f"argument --{flag.replace('_', '-')}: not in the {args.loop} loop")
