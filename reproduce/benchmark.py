@@ -48,6 +48,7 @@ KEPT = jobs.ROOT / "results" / "benchmark"
 
 def benchmark(args, extra):
     """Run the benchmark and show it; extra: flags of all scripts. Returns the exit code."""
+    jobs.check_words(extra, ["data-seed", "out", "resume"])
     extra = "--rounds 5 --epochs 1".split() * args.quick + extra
     root = pathlib.Path(args.runs, jobs.slug(f"benchmark {jobs.setting_of(extra)}"))
     cells = all_cells()["NIID-Bench", "CIFAR-10"]

@@ -150,19 +150,23 @@ def scripts_plan(args, extra):
     for (script, *own), point in itertools.product(lines, points):
         values = [f"{k}={v}" for k, v in point.items()]
         words = [script, *extra, *own, *(f"--{value}" for value in values)]
-        set_here = ["--seed", "--out", "--resume"] + ["--data-seed"] * bool(args.data_seeds)
-        given = [common.canonical(word).split("=")[0] for word in words]
-        if taken := [flag for flag in given if flag in set_here]:
-            why = "set by reproduce; see --seeds, --data-seeds and --runs"
-            raise common.UserError(f"argument {taken[0]}: {why}")
-        if "--plain" in given:
-            raise common.UserError("argument --plain: leaves a run that cannot be compared")
+        check_words(words, ["seed", "out", "resume"] + ["data-seed"] * bool(args.data_seeds))
         place = folder / slug(" ".join(values if swept else [script[:-3], *own, *values]))
         if place in commands:
             what = "--sweep: two points" if swept else "PAPER: two runs"
             raise common.UserError(f"argument {what} would share the folder {place}")
         commands[place] = shlex.join(words)
     return Plan(with_seeds(args, commands), folder)
+
+
+def check_words(words, set_here):
+    """Raise UserError for a flag among a script's words that is set here, and for --plain."""
+    for flag in (common.canonical(word).split("=")[0] for word in words):
+        if flag in [f"--{name}" for name in set_here]:
+            why = "set by reproduce; see --seeds, --data-seeds and --runs"
+            raise common.UserError(f"argument {flag}: {why}")
+        if flag == "--plain":
+            raise common.UserError("argument --plain: leaves a run that cannot be compared")
 
 
 def setting_of(words):
