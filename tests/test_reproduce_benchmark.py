@@ -350,7 +350,7 @@ def test_the_points_at_equal_cost_are_of_the_runs():
     """FedAvg's accuracy after cost * r rounds, interpolated, taken from the method's after r."""
     (_, *heads), _, *rows = tables_of_section("At equal cost")[0]
     runs = [f"benchmark/{{}}-ds{k}" for k in (0, 1, 2)] + ["benchmark-niid/{}"]
-    assert len(heads) == 2 + len(runs) and len(rows) == 4
+    assert len(heads) == 2 + len(runs) and len(rows) == 5
     for method, cost, rounds, *cells in rows:
         first, last = map(int, rounds.split(" to "))
         r = np.arange(first, last + 1)
