@@ -105,7 +105,7 @@ class Images(Dataset):
             crop = transforms.RandomCrop(data.x.shape[-1], padding=common.PAD)
             steps = [crop, transforms.RandomHorizontalFlip(), *steps]
         self.transform = transforms.Compose(steps)
-        self.x = data.x.permute(0, 2, 3, 1).contiguous().numpy()
+        self.x = data.x.permute(0, 2, 3, 1).squeeze(3).contiguous().numpy()
         self.y = data.y.tolist()
 
     def __len__(self):
@@ -145,7 +145,10 @@ def conventional(args, data, loaders):
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = False
-    net, dataset = new_net(args, data), Images(data, args.augment != "none")
+    augment = common.resolve_augment(args, data)
+    if augment not in ([], ["crop", "flip"]):
+        raise common.UserError("argument --augment: the conventional loop has none and crop,flip")
+    net, dataset = new_net(args, data), Images(data, augment)
     parts = common.partition(data, args)[: common.clients_per_round(args)]
     conventional_round(net, dataset, parts[:1], args, loaders)
     start = time.perf_counter()

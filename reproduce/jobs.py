@@ -112,7 +112,7 @@ def table_plan(args, cells):
 @functools.cache
 def scripts():
     """Return the names of the methods' scripts, without .py."""
-    texts = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
+    texts = {path.stem: path.read_text() for path in sorted(ROOT.glob("[!.]*.py"))}
     return [k for k, v in texts.items() if "local_update" in v and "common.flags(" in v]
 
 

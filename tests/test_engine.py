@@ -116,14 +116,14 @@ def test_what_cannot_be_kept_is_named(tmp_path, place, value):
         common.run(args, local_update)
 
 
-def test_a_report_may_be_a_tensor(tmp_path):
+def test_a_report_may_be_a_tensor_or_of_numpy(tmp_path):
     def aggregate(net, received, server, args):
         common.average(net, received, server, args)
-        server["report"] = {"a": torch.tensor(2.5), "b": 3}
+        server["report"] = {"a": torch.tensor(2.5), "b": 3, "c": np.float32(0.5)}
 
     args = flags("--local-steps", "1", "--rounds", "1", "--out", str(tmp_path / "a"))
     _, [row] = common.run(args, fedavg.local_update, aggregate)
-    assert (row["a"], row["b"]) == (2.5, 3)
+    assert (row["a"], row["b"], row["c"]) == (2.5, 3, 0.5)
 
 
 def test_weights_of_clients_without_training():

@@ -231,6 +231,15 @@ def test_failed_download_is_one_line(tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
 
 
+def test_odd_files_beside_the_scripts(monkeypatch, tmp_path):
+    """An editor's lock is a link to nowhere; a file of somebody's own may be no UTF-8."""
+    (tmp_path / ".#fedavg.py").symlink_to("me@host.1")
+    (tmp_path / "old.py").write_bytes(b"# caf\xe9")
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    message = "unrecognized arguments: --xyzzy 5"
+    assert common.PlainParser("").hinted(message) == message
+
+
 @pytest.mark.parametrize("script, more", [(fedavg, ""), (partition, "; did you mean --clients?")])
 def test_what_is_suggested(capsys, script, more):
     """By other commands too, and nothing where nothing is near."""

@@ -102,6 +102,37 @@ def test_writers_by_name(capsys, tmp_path):
     assert line in said(capsys, tmp_path, data, linear(), *clients[2:]).err
 
 
+def test_arrays_become_tensors():
+    """Of any kind of number, names of np.unique and samples to choose best.pt by included."""
+    names, y = np.unique(["bee", "ant", "bee"], return_inverse=True)
+    x, held = np.eye(3), {"x_val": np.eye(3)[:2], "y_val": y[:2].astype(np.int32)}
+    data = common.Data(x, y.astype(np.uint16), torch.eye(3).half(), y, 2, names=names, **held)
+    assert data.names == ["ant", "bee"]
+    assert {v.dtype for v in (data.x, data.x_test, data.x_val)} == {torch.float32}
+    for labels in data.y, data.y_test, data.y_val:
+        assert labels.dtype == torch.int64 and labels.tolist() == y[: len(labels)].tolist()
+
+
+def test_a_volume_trains(tmp_path):
+    """torch refuses channels_last to a network with 3-d convolutions."""
+    x, y = torch.randn(24, 1, 4, 4, 4), torch.arange(24) % 3
+    net = nn.Sequential(nn.Conv3d(1, 2, 3), nn.Flatten(), common.Classifier(16, 3))
+    found, rows = trained(tmp_path, common.Data(x, y, x, y, 3), net)
+    assert np.isfinite(rows[-1]["test_loss"]) and found[0].weight.shape == (2, 1, 3, 3, 3)
+
+
+def test_a_shared_weight_takes_the_server_s_step():
+    """From 1 half of the way to 3, under both of its names."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    for p in net.parameters():
+        nn.init.ones_(p)
+    received = common.Received()
+    received.mean = {name: torch.full_like(v, 3) for name, v in net.state_dict().items()}
+    common.average(net, received, {}, flags("--server-lr", "0.5"))
+    assert all((v == 2).all() for v in net.state_dict().values())
+
+
 def test_a_mean_of_pixels_alone():
     """What of mean= and std= is not given is computed, as both are."""
     x, y = torch.randint(0, 256, (9, 3, 4, 4), dtype=torch.uint8), torch.arange(9) % 2
@@ -242,6 +273,8 @@ def of_writers(**fields):
         (lambda: common.Data(X, Y, X, Y - 1, 3), "x_test are torch.int64 from -1 to 1, not"),
         (lambda: common.Data(X, Y, X[:, :3], Y, 3), "x_test is [6, 3] torch.float32, and x [6, 4]"),
         (lambda: common.Data(X / 0, Y, X, Y, 3), "x holds NaN or infinity, as in [0]"),
+        (lambda: common.Data(X, Y, X, Y, 3, x_val=X, y_val=Y + 1), "x_val are torch.int64 from 1"),
+        (lambda: common.Data(X, Y, X, Y, 3, mean=(0.5,)), "mean and std are of uint8"),
         (lambda: common.Data(X, Y, X, Y, 3, writers=W[:5]), "data: writers must name or number"),
         (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or all be"),
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),
