@@ -416,11 +416,9 @@ class RunFolder:
         if self.lock is not None:
             os.close(self.lock)
 
-    def know_data(self, data, parts):
-        """Keep the digests of the run's data. UserError where a resumed run began with others."""
-        self.digests = data_digests(data, parts)
-        if self.config:
-            check_same(self.out, self.config, "data", self.digests)
+    def know_data(self, fed):
+        """Keep the digests of the run's data."""
+        self.digests = data_digests(fed.data, fed.parts + (fed.tests or []))
 
     def create(self, workers, threads):
         """Write down all that a new run depends on."""
@@ -446,6 +444,7 @@ class RunFolder:
         """Fill fed from the checkpoint, if there is one, and forget the rounds after it.
 
         Nothing is written, for the resume may yet be refused."""
+        check_same(self.out, self.config, "data", self.digests)
         path, flags = self.out / "checkpoint.pt", self.config["flags"]
         if path.exists():
             state, self.rows = read_checkpoint(self.out, self.config)

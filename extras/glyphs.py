@@ -19,13 +19,12 @@ def load(args):
     return glyphs(seed=args.data_seed)
 
 
-def glyphs(train=None, test=None, seed=0):
+def glyphs(seed=0):
     """Return the 62 characters 0-9 A-Z a-z as 32x32 RGB images, drawn with Pillow's own font.
 
-    train, test: how many images, GLYPHS by default. Each is drawn by a writer with a slant, size,
-    stroke and colours of his own, about 100 training images a writer. Deterministic by seed."""
-    data = _glyphs((train or GLYPHS[0], test or GLYPHS[1]), seed)
-    return copy.copy(data)  # a caller may change it
+    Each is drawn by a writer with a slant, size, stroke and colours of his own, about 100 training
+    images a writer. Deterministic by seed."""
+    return copy.copy(_glyphs(GLYPHS, seed))  # a caller may change it
 
 
 @functools.lru_cache(1)

@@ -99,22 +99,17 @@ def load_images(root, train, test, classes, image_size=None, statistics=(None, N
 
 def prepared(data, args):
     """Return data scaled and resized as --normalise and --image-size say."""
-    if args.normalise != "dataset":
-        data = with_statistics(data, args.normalise)
-    return resized(data, args.image_size) if args.image_size else data
-
-
-def with_statistics(data, normalise):
-    """Return data with the mean and std that --normalise asks for: half, cifar10 or none."""
     channels = data.x.shape[1]
-    if normalise == "cifar10" and channels != 3:
+    if args.normalise == "cifar10" and channels != 3:
         raise UserError(f"--normalise cifar10: for images of three channels, not {channels}")
     mean, std = {
+        "dataset": (data.mean, data.std),
         "half": ([0.5] * channels, [0.5] * channels),
         "cifar10": common.STATISTICS["cifar10"],
         "none": ([0.0] * channels, [1.0] * channels),
-    }[normalise]
-    return dataclasses.replace(data, mean=mean, std=std)
+    }[args.normalise]
+    data = dataclasses.replace(data, mean=mean, std=std)
+    return resized(data, args.image_size) if args.image_size else data
 
 
 def resized(data, size):

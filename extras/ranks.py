@@ -224,12 +224,6 @@ class Ranks:
             wait()
         return result
 
-    def check_net(self, net):
-        """Raise UserError where a rank begins with another network than rank 0."""
-        check_alike(
-            {"weights of the initial network": run_folder.checksum(net.state_dict().values())}
-        )
-
     def agree(self, answer):
         """Return rank 0's answer, yes or no, on every rank."""
         return broadcast(bool(answer), 0)
@@ -411,10 +405,11 @@ class Folder(run_folder.RunFolder):
         found = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "none"
         check_alike({f"config.json in --out {self.out}": found})
 
-    def know_data(self, data, parts):
-        digests = run_folder.data_digests(data, parts)
-        check_alike({f"{what} of the data": digest for what, digest in digests.items()})
-        super().know_data(data, parts)
+    def know_data(self, fed):
+        super().know_data(fed)
+        own = {f"{what} of the data": digest for what, digest in self.digests.items()}
+        own["weights of the initial network"] = run_folder.checksum(fed.net.state_dict().values())
+        check_alike(own)
 
     def create(self, workers, threads):
         check_alike({"threads of a worker": threads})
