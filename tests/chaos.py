@@ -8,24 +8,49 @@ inside of a write, and so are its resumes; the last one ends with what the uncut
 bit, or is refused by one line where a file is gone. Exit code 1 if any case failed."""
 
 import argparse
+import builtins
+import errno
+import fcntl
 import functools
+import importlib
+import io
+import multiprocessing
 import os
 import pathlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
-from children import FORK, run  # first: it settles the threads of torch
-from conftest import make_folder
-from cut import HOW, Cut
-from runs import difference
+# before torch and numpy are imported
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
-import common
-import extras.glyphs
+from conftest import from_shell, make_folder  # noqa: E402
+from runs import difference  # noqa: E402
 
+import common  # noqa: E402
+import extras.glyphs  # noqa: E402
+
+# what children would import
+for name in "torch._dynamo extras.images extras.partitions extras.servers".split():
+    importlib.import_module(name)
+FORK = multiprocessing.get_context("fork")
+SECONDS = 40  # a child that takes longer hangs
+NOTES = "is not cached", "cannot be locked here"  # lines beside the one
+OPERATIONS = [(os, name) for name in "fsync replace rename unlink remove mkdir rmdir".split()]
+OPERATIONS.append((fcntl, "flock"))
+HOW = {  # what happens at an operation: the exit codes that may follow
+    "kill": (0, -9),  # 0 where a resume has fewer operations
+    "torn": (0, -9),  # a part is written
+    "power": (0, -9),  # what was not synchronised is lost too
+    "interrupt": (0, 130),
+    "full": (0, 2),  # the disk
+    "vanish": (0, 2),  # a file of the run
+}
 common.NETS["cnn"] = lambda channels, size: common._plain(channels, size, (4,), 3, 0, (8,))
 extras.glyphs.GLYPHS = (120, 40)
 FEDERATION = [
@@ -39,6 +64,134 @@ METHODS = [  # each sort of state: of clients, of the server, of optimizers
     "rfedavg --client-test --persist-opt --optimizer rmsprop --workers 2 --save-clients",
     "fedgkd --checkpoint-every 3 --eval-every 2 --server adam",
 ]
+
+
+class Outcome(NamedTuple):
+    code: int | None  # the exit code, -9 of SIGKILL, None of a hang
+    out: str
+    err: str
+
+    def fault(self, *codes):
+        """Return what is wrong: another code than those, or not one line with all but 0; or ""."""
+        lines = [s for s in self.err.splitlines() if not any(note in s for note in NOTES)]
+        tail = lines[-1] if lines else ""
+        if self.code is None:
+            return "a hang"
+        if "Traceback" in self.err:
+            return f"a traceback: {tail}"
+        if self.code not in codes:
+            return f"exit code {self.code}, {tail or 'nothing said'}"
+        if self.code > 0 and len(lines) != 1 or self.code == 0 and lines:
+            return f"exit code {self.code} with {len(lines)} lines on stderr: {lines[0]}"
+        return ""
+
+
+def run(name, *argv, before):
+    """Return the Outcome of a command (a module with main) that a child runs after before().
+
+    The parent computes nothing with torch: it has a single thread, and a child misses none."""
+    task = functools.partial(from_shell, importlib.import_module(name), argv)
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError("a fork would leave threads behind")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = FORK.Process(target=_child, args=(task, before, out, err))
+        child.start()
+        child.join(SECONDS)
+        code = child.exitcode
+        child.kill()  # one that hangs
+        for file in (out, err):
+            file.seek(0)
+        return Outcome(code, out.read(), err.read())
+
+
+def _child(task, before, out, err):
+    for file, number in ((out, 1), (err, 2)):
+        os.dup2(file.fileno(), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before()
+    task()
+
+
+class Cut:
+    """Counts a process' file operations, and does something (HOW; list: prints) at one."""
+
+    def __init__(self, how, at, folder):
+        self.how, self.at, self.folder = how, at, folder
+        self.done = 0  # operations
+        self.unsynced = {}  # {path: how much of it is safe}
+
+    def install(self):
+        """Work in the folder, and stand before the operations of this process, from now on."""
+        os.chdir(self.folder)
+        self.real_open = builtins.open
+        builtins.open = io.open = self.open
+        for module, name in OPERATIONS:
+            setattr(module, name, functools.partial(self.operate, name, getattr(module, name)))
+
+    def operate(self, name, operation, *args, **kwargs):
+        self.before(name)
+        done = operation(*args, **kwargs)
+        if name == "fsync":
+            self.unsynced.pop(os.readlink(f"/proc/self/fd/{args[0]}"), None)
+        if name == "replace":
+            old, new = map(os.path.abspath, args)
+            if old in self.unsynced:
+                self.unsynced[new] = self.unsynced.pop(old)
+        return done
+
+    def open(self, path, mode="r", *args, **kwargs):
+        if not {*mode} & {*"wax+"}:
+            return self.real_open(path, mode, *args, **kwargs)
+        self.before("open")
+        file = self.real_open(path, mode, *args, **kwargs)
+        self.unsynced[os.path.abspath(path)] = file.tell()
+        file.write = functools.partial(self.write, file, file.write)
+        return file
+
+    def write(self, file, write, content):
+        def part():
+            write(content[: 997 * self.at % (len(content) + 1)])
+            file.flush()
+
+        self.before("write", part)
+        written = write(content)
+        file.flush()
+        return written
+
+    def before(self, name, write=None):
+        """Count an operation, and do what is to be done at it; write(): writes a part."""
+        self.done += 1
+        if self.how == "list":
+            os.write(1, f"{name}\n".encode())
+        elif self.done == self.at:
+            getattr(self, self.how)(name, write)
+
+    def kill(self, name, write):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def torn(self, name, write):
+        if write:
+            write()
+        self.kill(name, write)
+
+    def power(self, name, write):
+        for path, size in list(self.unsynced.items()):
+            if os.path.exists(path):
+                os.truncate(path, size)
+        self.kill(name, write)
+
+    def interrupt(self, name, write):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def full(self, name, write):
+        number = errno.ENOLCK if name == "flock" else errno.ENOSPC
+        raise OSError(number, os.strerror(number), "some file")
+
+    def vanish(self, name, write):
+        names = "config.json", "metrics.jsonl", "checkpoint.pt", "states/*"  # read again
+        files = sorted(path for name in names for path in pathlib.Path("run").glob(name))
+        if files:
+            files[self.at % len(files)].unlink()
 
 
 def train(folder, method, *argv, how="list", at=0):

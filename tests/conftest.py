@@ -43,7 +43,6 @@ def one_thread(monkeypatch):
 
 
 def same(a, b):
-    """Return whether two state dicts are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -71,11 +70,6 @@ def args_of(script, *argv):
 def flags(*argv):
     """Return the shared flags of a small run, changed by argv."""
     return common.flags("test", "test").parse_args([*TINY, *argv])
-
-
-def parts_of(args):
-    """Return the training indices of each client of a small run."""
-    return common.partition(extras.glyphs.glyphs(), args)
 
 
 def from_shell(script, argv):
@@ -131,6 +125,15 @@ def run_once(out, script, *argv):
         torch.set_num_threads(1)
         script.main([*TINY, *argv, "--out", str(out)])
     return out
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What stands for the children of the package reproduce."""
+    import makers
+
+    monkeypatch.setattr(makers.jobs, "run_child", makers.Started())
+    return makers.jobs.run_child
 
 
 @pytest.fixture(scope="session")

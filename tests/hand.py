@@ -1,6 +1,7 @@
 """What the tests of hand numbers share: networks, steps and aggregations without a run."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import engine
 import extras.glyphs
 
 DOUBLE = {"dtype": torch.float64}
+close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)
 
 
 def kl(p, q):
@@ -41,7 +43,6 @@ def normed_network(blocks=2):
 
 
 def perturb(net, scale=0.05, seed=0):
-    """Take a small random step in net."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in net.parameters():
@@ -56,7 +57,6 @@ def moved_network(scale, seed):
 
 
 def batch(n=6, seed=0):
-    """Return n random images and labels."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(n, 3, 32, 32, generator=g, **DOUBLE), torch.randint(0, 62, (n,), generator=g)
 
@@ -93,13 +93,6 @@ def finish(generator):
     assert next(generator, generator) is generator
 
 
-def close(found, expected, **tolerance):
-    """Return whether two dicts or lists of tensors agree."""
-    found, expected = (list(t.values()) if isinstance(t, dict) else t for t in (found, expected))
-    tolerance = {"rtol": 1e-6, "atol": 1e-9, **tolerance}
-    return all(torch.allclose(a, b, **tolerance) for a, b in zip(found, expected, strict=True))
-
-
 def check_step(worker, step, x, y, twin, total, **tolerance):
     """Check a step's loss, and the gradient by which plain SGD of lr 0.1 moves, against total's.
 
@@ -109,7 +102,7 @@ def check_step(worker, step, x, y, twin, total, **tolerance):
     loss = step(x, y).item()
     assert loss == pytest.approx(total.item(), rel=tolerance.get("rtol", 1e-9))
     moved = [(old - p.detach()) / 0.1 for old, p in zip(before, worker.net.parameters())]
-    assert close(moved, expected, **tolerance)
+    close(moved, list(expected), **tolerance)
 
 
 def twins(worker, w):

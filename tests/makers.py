@@ -12,9 +12,8 @@ import common
 import methods
 import run_folder
 from reproduce import __main__ as reproduce_command
-from reproduce import compare
+from reproduce import compare, jobs
 from reproduce.cells import all_cells, parsed_flags
-from reproduce.jobs import slug
 from reproduce.runs import group_runs, read_run
 from runs import config_of
 
@@ -54,6 +53,12 @@ def read_rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def tables_in(text):
+    """Return the Markdown tables of a text: of each the cells of its rows."""
+    found = (table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, re.M))
+    return [[[c.strip() for c in line.strip("|").split("|")] for line in table] for table in found]
+
+
 def write_rows(folder, rows):
     """Write metrics.jsonl of rows, with their checksums."""
     crc, text = int(config_of(folder)["run"], 16), ""
@@ -71,7 +76,6 @@ def make_cell_run(folder, cell, accuracy, **more):
 
 
 def make_groups(*folders):
-    """Return the Groups of run folders."""
     return group_runs([read_run(folder) for folder in folders], print)
 
 
@@ -82,11 +86,10 @@ def cells_by_method(paper, table):
 def cell_folder(runs, cell):
     """Return where the command makes the run of a cell with seed 0, without those of several."""
     table = f"{cell.paper.lower()}-{cell.table.lower()}"
-    return runs / table / (slug(f"{cell.label} {cell.method}") + "-seed0")
+    return runs / table / (jobs.slug(f"{cell.label} {cell.method}") + "-seed0")
 
 
 def run_reproduce(capsys, *argv, main=reproduce_command.main):
-    """Run a command; return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as e:
         main([str(word) for word in argv])
     out, err = capsys.readouterr()

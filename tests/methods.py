@@ -8,36 +8,35 @@ from conftest import TINY
 import common
 
 ROOT = pathlib.Path(common.__file__).parent
-# script, most code lines that it may change against fedavg.py, and the flags that switch it off;
-# - has none, or rounds differently; the global network of ditto is FedAvg's
+# script, and the flags that switch it off; - has none, or rounds differently; ditto's w is FedAvg's
 TABLE = """
-fedavg | 0 |
-fedprox | 3 | --mu 0
-moon | 26 | --mu 0
-mixup | 13 | --gamma 0
-stochdepth | 46 | --keep 1
-gradaug | 50 | --mu 0
-fedalign | 46 | --mu 0 --clip 0
-fedcka | 49 | --mu 0
-scaffold | 50 | -
-fednova | 22 | -
-fedmlb | 50 | --lambda1 0 --lambda2 0
-fedkd | 6 | --gamma 0
-fitnet | 15 | --gamma 0
-fedntd | 23 | --ntd-beta 0
-fedgkd | 22 | --gamma 0
-feddyn | 33 | --dyn-alpha 0 --weighting samples
-rfedavg | 50 | --lam 0
-rfedavg_dp | 42 | --lam 0
-rfedavg_code | 46 | --lam 0
-qfedavg | 34 | -
-ditto | 11 |
-fedper | 13 | -
-fedbn | 18 | -
+fedavg |
+fedprox | --mu 0
+moon | --mu 0
+mixup | --gamma 0
+stochdepth | --keep 1
+gradaug | --mu 0
+fedalign | --mu 0 --clip 0
+fedcka | --mu 0
+scaffold | -
+fednova | -
+fedmlb | --lambda1 0 --lambda2 0
+fedkd | --gamma 0
+fitnet | --gamma 0
+fedntd | --ntd-beta 0
+fedgkd | --gamma 0
+feddyn | --dyn-alpha 0 --weighting samples
+rfedavg | --lam 0
+rfedavg_dp | --lam 0
+rfedavg_code | --lam 0
+qfedavg | -
+ditto |
+fedper | -
+fedbn | -
 """
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
-METHODS = {name: int(most) for name, most, _ in ROWS}
-OFF = {name: off.split() for name, _, off in ROWS if off != "-"}
+METHODS = [name for name, _ in ROWS]
+OFF = {name: off.split() for name, off in ROWS if off != "-"}
 RESNET = "--model resnet8 --local-steps 2 --clients 2 --batch-size 16 --rounds 1".split()
 SCRIPTS = {name: importlib.import_module(name) for name in METHODS}
 VARIANTS = [  # each script, and its variants with a code path of their own
@@ -68,7 +67,6 @@ def needed(name, argv=()):
 
 
 def final(name, out, *argv):
-    """Return the weights and the rows of metrics of a small run of a script."""
     argv = [*TINY, *needed(name, argv), "--out", str(out), *argv]
     net, rows = SCRIPTS[name].main(argv)
     return net.state_dict(), rows

@@ -60,7 +60,6 @@ def mutants_of(source, functions):
 
 
 def enclosing(node):
-    """Return the names of the functions and classes around a node."""
     names = set()
     while node is not None:
         if node.type in ("funcdef", "classdef"):

@@ -34,7 +34,6 @@ def write_config(out, **changes):
 
 
 def rounds_in(out):
-    """Return how many rounds a run has finished so far."""
     path = out / "metrics.jsonl"
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
 

@@ -7,8 +7,6 @@ import numpy as np
 from conftest import make_folder
 from PIL import Image
 
-# --- FEMNIST: LEAF's JSON
-
 
 def make_femnist(root, users=(12, 3, 7, 20, 5, 9)):
     """Write FEMNIST; return {"train" or "test": {user: x and y}}; f99_12 has test samples alone."""
@@ -104,6 +102,5 @@ def make_sent140(root, users=(("ann", 12), ("bob", 8), ("cy", 5), ("dee", 1)), s
 
 
 def text_flags(root, *argv):
-    """Return the words of a command line on Sentiment140 in root, with argv."""
     words = "--dataset sent140 --model lstm --vectors random --batch-size 5".split()
     return [*words, "--data-dir", str(root), *argv]

@@ -135,7 +135,6 @@ def test_benchmarks_refuse(capsys, script, argv, words):
 
 @pytest.fixture
 def gpu_rows(monkeypatch, capsys):
-    """Return a function that runs benchmarks/gpu.py and returns its rows."""
     monkeypatch.setattr(gpu, "IMAGES", gpu.IMAGES)  # main changes it
 
     def rows(*argv, code=0):
@@ -146,7 +145,6 @@ def gpu_rows(monkeypatch, capsys):
 
 
 def test_gpu_runs_small(gpu_rows):
-    """Every part, on the CPU: ways to run agree, and each has figures."""
     table = gpu_rows(*gpu.PARTS, "--device", "cpu", "--no-processes")
     assert [row["part"] for row in table] == list(gpu.PARTS)
     assert all(row["ok"] and row["torch"] == torch.__version__ for row in table)
@@ -156,7 +154,6 @@ def test_gpu_runs_small(gpu_rows):
     assert rows["correct"]["loss"] > 0.1
     assert len(rows["memory"]["host MiB"]) == 5 and min(rows["memory"]["host MiB"]) > 50
     assert min(rows["steps"][k] for k in ("x1", "x2", "eager", "short")) > 0
-    assert rows["steps"]["host"] <= rows["steps"]["x1"]
     assert rows["rounds"]["20 epochs"] == pytest.approx(rows["rounds"]["second"] * 5, rel=1e-3)
     assert rows["rounds"]["paper"] == 137.2
     assert rows["command"]["samples/s"] > 0
@@ -229,7 +226,6 @@ def test_gpu_checks_the_readme_s_accuracy(monkeypatch, accuracy):
 
 
 def test_gpu_runs_cases_in_processes(gpu_rows):
-    """With compiled blocks too."""
     plain, compiled = gpu_rows("kernels", "--device", "cpu", "--compile")
     assert plain["kernels"] > 10 and compiled["kernels"] > 10
     assert compiled["case"] == f"compiled {plain['case']}"

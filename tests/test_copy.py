@@ -48,7 +48,6 @@ for line in sys.stdin.read().splitlines():
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """The words of a small command, on random images in MNIST's files."""
     root = tmp_path_factory.mktemp("data")
     make_mnist(root, "MNIST", 240, 40)
     return [*STEPS, "--data-dir", str(root)]

@@ -56,7 +56,6 @@ def test_changed_files(tmp_path, monkeypatch, words, change, what):
 
 
 def other(tensor, *index):
-    """Return a copy of tensor with one value in it changed."""
     return tensor.index_put([torch.tensor(i) for i in index], tensor[index] + 1)
 
 

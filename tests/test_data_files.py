@@ -22,8 +22,6 @@ import fedmlb
 import rfedavg
 from extras import readers, text
 
-# --- FEMNIST: LEAF's JSON
-
 
 def test_femnist(tmp_path, monkeypatch):
     content = make_femnist(tmp_path)
@@ -77,13 +75,11 @@ def test_tiny_imagenet(tmp_path, monkeypatch):
 
 
 def imagenet_flags(root, size, *argv):
-    """Return the words of a command line on make_imagenet's files."""
     words = "--dataset imagenet-200 --partition iid --clients 2 --batch-size 4".split()
     return [*words, "--data-dir", str(root), "--image-size", str(size), *argv]
 
 
 def tensor(image):
-    """Return a Pillow image as (3, height, width) uint8."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -247,7 +243,6 @@ def test_sent140_partitions(tmp_path):
 
 
 def test_an_own_network_on_tweets(tmp_path):
-    """net= in place of --model lstm and its --vectors."""
     make_sent140(tmp_path)
     words = f"--dataset sent140 --data-dir {tmp_path} --partition iid --clients 2 --rounds 1"
     count = nn.Module()  # of a tweet's words
@@ -377,7 +372,6 @@ def test_methods_on_text(tmp_path, method):
     net, rows = script.main([*argv, "--out", str(tmp_path / "run")])
     data = common.load_data(args_of(script, *argv))
     assert torch.equal(net[0][0].vectors, text.word_vectors("random", data.words))
-    assert all(v.isfinite().all() for v in net.state_dict().values())
     assert rows[0]["train_loss"] != rows[1]["train_loss"]
     assert same(net.state_dict(), script.main(argv, run=plainly)[0].state_dict())
 

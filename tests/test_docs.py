@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import csv
 import dataclasses
 import difflib
 import importlib.util
@@ -22,12 +21,14 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import args_of
+from makers import read_rows, tables_in
 from methods import METHODS, ROOT, SCRIPTS, needed
 
 import common
 import extras.glyphs
 import moon
 import scaffold
+from reproduce.cells import read_published
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +48,6 @@ class Block(typing.NamedTuple):
 
 
 def blocks_of(page):
-    """Return the fenced blocks of a page."""
     text, blocks = page.read_text(), []
     for m in re.finditer(r"(?:^<!-- (.*?) -->\n)?^```(\w+)\n(.*?)^```$", text, re.M | re.S):
         line = text[: m.start(2)].count("\n") + 1
@@ -113,8 +113,21 @@ class ParsedError(Exception):
     """Raised once flags are parsed, before any work."""
 
 
-def check_parses(words, folder, monkeypatch):
-    """Fail unless the command python WORDS takes its flags; folder: of a page's scripts."""
+COMMANDS = [
+    pytest.param(block, words, id=f"{block} {' '.join(words[:3])}")
+    for block in BLOCKS
+    if block.language == "sh"
+    for words in commands(block)
+]
+
+
+@pytest.mark.parametrize("block, words", COMMANDS)
+def test_command_parses(block, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_scripts(block.page, tmp_path)
+    if block.mark == "needs a GPU":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     if words[0] == "-m":
         module, flags = importlib.import_module(words[1]), words[2:]
         if words[1] == "reproduce":  # parses the flags of scripts too
@@ -124,7 +137,7 @@ def check_parses(words, folder, monkeypatch):
             return
     else:
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-        path = next(place / words[0] for place in (folder, ROOT) if (place / words[0]).exists())
+        path = next(place / words[0] for place in (tmp_path, ROOT) if (place / words[0]).exists())
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module, flags = importlib.util.module_from_spec(spec), words[1:]
         spec.loader.exec_module(module)
@@ -147,24 +160,6 @@ def check_parses(words, folder, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(ParsedError):
         module.main(flags)
-
-
-COMMANDS = [
-    pytest.param(block, words, id=f"{block} {' '.join(words[:3])}")
-    for block in BLOCKS
-    if block.language == "sh"
-    for words in commands(block)
-]
-
-
-@pytest.mark.parametrize("block, words", COMMANDS)
-def test_command_parses(block, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_scripts(block.page, tmp_path)
-    if block.mark == "needs a GPU":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    check_parses(words, tmp_path, monkeypatch)
 
 
 def runnable(block):
@@ -260,7 +255,6 @@ def test_all_pages_are_linked():
 
 
 def code_lines(path):
-    """Return the lines of code of a file, without docstrings, comments and blank lines."""
     source, dropped = path.read_text(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(
@@ -278,16 +272,7 @@ def changed_lines(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_diff_is_the_method(name):
-    """It adds few lines to fedavg.py, and takes at most two of its."""
-    changed = changed_lines(name)
-    assert len(changed) <= METHODS[name] <= 50
-    assert len([line for line in changed if line.startswith("-")]) <= 2
-
-
-@pytest.mark.parametrize("name", METHODS)
 def test_docstring_command_parses(name, capsys):
-    """--help opens with it, as it stands, and has every flag."""
     with pytest.raises(SystemExit) as end:
         SCRIPTS[name].main(["--help"])
     printed, doc = capsys.readouterr().out, SCRIPTS[name].__doc__.strip()
@@ -309,9 +294,12 @@ def method_rows():
 
 
 def test_readme_lines_changed():
-    """README's table has every method, and the code lines that it really changes."""
+    """README's table has them of every method: few, of which at most two are fedavg.py's."""
     lines = {name: row[0] for name, row in method_rows().items()}
-    assert lines == {name: len(changed_lines(name)) for name in METHODS}
+    changed = {name: changed_lines(name) for name in METHODS}
+    assert lines == {name: len(each) for name, each in changed.items()}
+    assert max(lines.values()) <= 50
+    assert max(sum(line[0] == "-" for line in each) for each in changed.values()) <= 2
     assert f"each of {len(METHODS)} methods" in README.read_text()
 
 
@@ -326,7 +314,6 @@ def test_readme_diff_is_the_diff():
 
 
 def test_papers_are_linked():
-    """README's link is in the script's docstring, and docs/papers.md has it too."""
     papers = (ROOT / "docs" / "papers.md").read_text()
     for name, (_, address, *_) in method_rows().items():
         assert address in SCRIPTS[name].__doc__ and address in papers, name
@@ -345,19 +332,9 @@ def test_readme_bytes(monkeypatch):
         assert found == pytest.approx(float(shown), abs=0.01), name
 
 
-def published_numbers():
-    """Return the published numbers as docs/results.md prints them."""
-    lines = (ROOT / "reproduce" / "published.csv").read_text().splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return {" ± ".join(filter(None, (row["value"], row["std"]))) for row in rows}
-
-
 def measured_numbers(pattern):
     """Return what docs/results.md may print of runs in results/: last, best, last five."""
-    runs = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (ROOT / "results").glob(pattern)
-    ]
+    runs = [read_rows(folder) for folder in (ROOT / "results").glob(pattern)]
     lasts = [rows[-1]["test_acc"] for rows in runs]
     if len(runs) > 1:
         return {f"{statistics.mean(lasts):.2f} ± {statistics.stdev(lasts):.2f}"}
@@ -369,16 +346,16 @@ def measured_numbers(pattern):
 
 def test_results_are_those_of_the_runs():
     """Tables of runs: columns "here" against results/, "published" against published.csv."""
-    text, checked = (ROOT / "docs" / "results.md").read_text(), 0
-    for table in re.findall(r"(?:^\|.* runs \|\n)(?:^\|.*\|\n)+", text, re.M):
-        head, _, *rows = ([c.strip() for c in r.split("|")[1:-1]] for r in table.splitlines())
-        for row in rows:
+    numbers = [each for row in read_published().values() for each in row.values()]
+    published, checked = {" ± ".join(filter(None, each)) for each in numbers}, 0
+    for head, _, *rows in tables_in((ROOT / "docs" / "results.md").read_text()):
+        for row in rows if head[-1] == "runs" else ():
             for title, cell in zip(head, row):
                 if title.startswith("here"):
                     assert cell in measured_numbers(row[-1].strip("`")), row
                     checked += 1
                 elif title.startswith("published"):
-                    assert cell in published_numbers(), row
+                    assert cell in published, row
             mean = {title: cell.split(" ")[0] for title, cell in zip(head, row)}
             if mean.get("difference"):
                 gap = float(mean["here"]) - float(mean["published"])

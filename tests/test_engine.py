@@ -17,8 +17,6 @@ import extras.glyphs
 import fedavg
 from extras import backbones, text
 
-# --- what clients send
-
 
 def test_mean_against_numpy():
     """Parameters and batch-norm statistics with weights 1/4 and 3/4; counters are the last's."""
@@ -59,7 +57,6 @@ def test_sums_and_records():
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
 @pytest.mark.parametrize("where", ["weights", "loss"])
 def test_what_is_not_finite_is_found(where, value):
-    """And named, by the client that sent it."""
     received, net = common.Received(), nn.Linear(1, 1)
     for i in range(2):
         client = common.Client(i, np.arange(1), {}, 0.5, loss=value if i and where == "loss" else 1)
@@ -138,7 +135,6 @@ def test_weights_of_clients_without_training():
 
 
 def tiny_worker(*argv):
-    """Return a worker on glyphs."""
     net = common.build_net("cnn", 62).to(memory_format=torch.channels_last)
     return engine.Worker(net, extras.glyphs.glyphs(), flags(*argv), 60)
 

@@ -26,7 +26,6 @@ def test_a_virtual_gpu_trains_like_the_cpu(case):
 
 
 def plant(monkeypatch, name, old, new):
-    """Replace a text in a script or in engine.py for the rest of the test."""
     path = ROOT / f"{name}.py"
     source = path.read_text()
     assert old in source

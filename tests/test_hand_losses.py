@@ -3,7 +3,6 @@
 import copy
 
 import fedgkd
-import fedntd
 import fitnet
 import mixup
 import moon
@@ -13,31 +12,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, same
-from hand import DOUBLE, batch, begin, check_step, finish, kl
+from hand import batch, begin, check_step, finish, kl
 from hand import normed_network, perturb, received_of, state_of, twins
 
 import common
 
-# --- FedProx
-
 
 def test_fedprox_step():
-    """CE + mu/2 |v - w|^2."""
     worker, step, *_, w = begin("fedprox", ["--mu", "0.7"])
     x, y = batch()
     twin, _ = twins(worker, w)
     distance = sum((p - w[k]).square().sum() for k, p in twin.named_parameters())
     check_step(worker, step, x, y, twin, F.cross_entropy(twin(x), y) + 0.35 * distance)
-
-
-def test_contrastive_loss_by_hand():
-    """cos = 1 to z_glob and 0 to z_prev, temperature 1/2: -log(e^2 / (e^2 + e^0)); and reversed."""
-    z, other = torch.tensor([[2.0, 0.0]], **DOUBLE), torch.tensor([[0.0, 5.0]], **DOUBLE)
-    e2 = np.exp(2)
-    loss = moon.contrastive_loss
-    assert loss(z, 3 * z, other, 0.5).item() == pytest.approx(-np.log(e2 / (e2 + 1)))
-    assert loss(z, other, 3 * z, 0.5).item() == pytest.approx(-np.log(1 / (e2 + 1)))
-    assert loss(z, -z, other, 0.5).item() == pytest.approx(-np.log((1 / e2) / (1 / e2 + 1)))
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
@@ -129,19 +115,6 @@ def test_fitnet_compares_behind_the_pooling():
     """resnet18-gn has five features: stem, stages 1 to 3, and stage 4 after its pooling."""
     assert fitnet.hint_blocks(common.build_net("resnet18-gn", 10)) == [0, 1, 2, 3, 5]
     assert fitnet.hint_blocks(common.build_net("cnn", 10)) == [0, 1, 2, 3, 4, 5]
-
-
-def test_not_true_divergence_by_hand():
-    """Without the true class 0 the teacher gives (1/4, 3/4), the student (1/2, 1/2)."""
-    teacher = torch.tensor([[9.0, 0.0, np.log(3)]], **DOUBLE)
-    out = torch.tensor([[-7.0, 2.0, 2.0]], **DOUBLE, requires_grad=True)
-    found = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 1.0)
-    assert found.item() == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5))
-    found.backward()
-    assert out.grad[0].numpy() == pytest.approx([0, 0.5 - 0.25, 0.5 - 0.75])
-    halved = fedntd.not_true_divergence(out, teacher, torch.tensor([0]), 2.0)
-    p = 1 / (1 + 3**0.5)
-    assert halved.item() == pytest.approx(p * np.log(2 * p) + (1 - p) * np.log(2 * (1 - p)))
 
 
 @pytest.mark.parametrize("rule, ce_weight, kl_weight", [("convex", 0.7, 0.3), ("sum", 1, 4)])

@@ -21,20 +21,6 @@ import common
 from extras import similarities
 from extras.backbones import Head
 
-# --- FedAlign
-
-
-def test_transmitting_matrix_by_loops():
-    """1/(HW) sum_p a_p b_p', the 4 x 4 input averaged over 2 x 2 squares to the output's places."""
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 3, 4, 4)), rng.normal(size=(2, 5, 2, 2))
-    t = np.zeros((2, 3, 5))
-    for i, row, column in np.ndindex(2, 2, 2):
-        square = a[i, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-        t[i] += np.outer(square.mean((1, 2)), b[i, :, row, column]) / 4
-    found = fedalign.transmitting_matrix(torch.from_numpy(a), torch.from_numpy(b))
-    assert np.allclose(found.numpy(), t, rtol=1e-12)
-
 
 def test_spectral_norm():
     """Against singular values; and by hand after one and two steps from (1, 1), T T' = diag(1, 9).

@@ -12,7 +12,7 @@ import scaffold
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import TINY, args_of, flags, parts_of, same
+from conftest import TINY, args_of, flags, same
 from hand import batch, begin, check_step, finish, normed_network, state_of, twins
 from methods import SCRIPTS, final
 
@@ -20,17 +20,6 @@ import common
 import engine
 import run_folder
 import extras.glyphs
-
-
-def kept(name, deltas):
-    """Return a server that keeps {client: delta}, each of them after another one."""
-    server = {"deltas": {}}
-    for j, delta in [*((j, delta + 1) for j, delta in deltas.items()), *deltas.items()]:
-        if name == "rfedavg_code":
-            common.keep_row(server["deltas"], j, delta)
-        else:
-            SCRIPTS[name].keep(server, j, delta)
-    return server
 
 
 @pytest.mark.parametrize(
@@ -52,7 +41,12 @@ def test_rfedavg_step(name, argv, chosen, down):
     deltas = {j: torch.randn(256, generator=g) for j in (0, 1, 4, 7)}
     x, y = batch()
     argv = [*argv.split(), "--lam", "0.3", "--clients", "10"]
-    server = {"clients": [0, 1, 3, 4], **kept(name, deltas)}
+    server = {"clients": [0, 1, 3, 4], "deltas": {}}
+    for j, delta in [*((j, delta + 1) for j, delta in deltas.items()), *deltas.items()]:
+        if name == "rfedavg_code":  # each in place of another one
+            common.keep_row(server["deltas"], j, delta)
+        else:
+            SCRIPTS[name].keep(server, j, delta)
     worker, step, generator, client, args, w = begin(name, argv, server=server)
     twin, _ = twins(worker, w)
     phi = twin[:-1](x)
@@ -110,7 +104,8 @@ def test_rfedavg_deltas(tmp_path, script, variant, sample, down):
     assert all(row["bytes_up"] == sampled * (size + delta) for row in rows)
     assert rows[1]["bytes_delta"] == sampled * (down + 1) * delta
     assert ("synchronise" in rows[0]["seconds"]) == (variant == "rfedavg+")
-    deltas, parts = run_folder.load(out / "checkpoint.pt")["server"]["deltas"], parts_of(flags())
+    deltas = run_folder.load(out / "checkpoint.pt")["server"]["deltas"]
+    parts = common.partition(data, flags())
     for k in rows[-1]["clients"]:
         rng, chosen = np.random.default_rng([*b"delta", 0, 3, k]), parts[k]  # seed, round, client
         if script is rfedavg_code:

@@ -151,7 +151,6 @@ def test_one_cache_is_kept(tmp_path):
 
 
 def one_by_one(images, draws):
-    """Return the images, each augmented by torchvision's functions."""
     found = []
     for i, image in enumerate(images):
         draw = {name: values[i].tolist() for name, values in draws.items()}

@@ -19,8 +19,6 @@ CLASSES, COLUMNS = 3, 5
 
 
 class Double(common.Data):
-    """A data set in float64."""
-
     def normalise(self, x):
         return super().normalise(x).double()
 
@@ -43,7 +41,6 @@ def softmax_loss(x, y, v):
 
 
 def batches_of(part, args, rng):
-    """Return the samples of each step of a client's round."""
     size, full = args.batch_size, len(part) // args.batch_size * args.batch_size
     each = len(range(0, full if args.drop_last else len(part), size))
     epochs = -(-args.local_steps // each) if args.local_steps else args.epochs
@@ -71,7 +68,6 @@ def train_by_numpy(v, m, x, y, batches, lr, args):
 
 
 def readings(accuracies):
-    """Return what a row says of the accuracies so far."""
     weights, last = 0.9 ** np.arange(len(accuracies))[::-1], np.array(accuracies[-5:])
     return {
         "acc_ema": weights @ accuracies / weights.sum(),
@@ -82,7 +78,6 @@ def readings(accuracies):
 
 
 def loop_by_numpy(data, v, parts, args):
-    """Return (W, b) after the rounds, and what their rows say."""
     x, x_test = data.x.double().numpy(), data.x_test.double().numpy()
     y, y_test = data.y.numpy(), data.y_test.numpy()
     kept, rows, accuracies = {}, [], []

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import args_of, same
-from methods import OFF, RESNET, SCRIPTS, final, plain_final
+from conftest import args_of, needs_gpu, same
+from methods import METHODS, OFF, RESNET, SCRIPTS, final, plain_final
 
 import common
 
@@ -16,15 +16,27 @@ CASES = [(name, "cnn") for name in OFF if name != "stochdepth"]
 CASES += [(name, "resnet8") for name in ON_RESNET.split()]
 
 
+GPU = ["--device", "cuda", "--deterministic"]
+
+
+@pytest.mark.parametrize("device", [[], pytest.param(GPU, marks=needs_gpu)], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name, model", CASES)
-def test_off_is_fedavg(tmp_path, name, model):
+def test_off_is_fedavg(tmp_path, name, model, device):
     flags = ["--model", "cnn", "--sample", "0.5", "--epochs", "2"] if model == "cnn" else [*RESNET]
     if name == "moon":
         flags += ["--projection", "256"]
     if name == "fedmlb":
         flags += ["--clip", "10"]
+    flags += device
     off, _ = final(name, tmp_path / "off", *flags, *OFF[name])
     assert same(off, plain_final(tmp_path / "plain", *flags))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_gpu_precisions_train(tmp_path, name, precision):
+    final(name, tmp_path / "run", "--device", "cuda", "--precision", precision)
 
 
 # On all local data, of which each has as much: the mean gradient, whatever the variates.

@@ -287,7 +287,6 @@ def of_writers(**fields):
     ],
 )
 def test_what_does_not_fit(f, words):
-    """The line says what was found."""
     assert words in refusal(f)
 
 
@@ -295,7 +294,6 @@ RESNET = ["layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
 
 
 def gradients(net, x, train):
-    """Return the logits of x and the gradients of their squares."""
     net.zero_grad()
     out = net.train(train)(x)
     out.square().sum().backward()
@@ -373,7 +371,6 @@ def test_what_cannot_be_cut(module, names, words):
 
 
 def saved(path, classes):
-    """Write weights of cnn, for so many classes, to path; return them."""
     torch.manual_seed(5)
     weights = common.build_net("cnn", classes).state_dict()
     torch.save(weights, path)

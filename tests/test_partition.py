@@ -57,7 +57,6 @@ def test_labels_partition(clients, each):
 
 
 def digest(parts):
-    """Return a hash of the clients' index arrays."""
     arrays = np.concatenate([[len(part) for part in parts], *parts]).astype("<i8")
     return hashlib.sha256(arrays.tobytes()).hexdigest()[:16]
 
@@ -70,31 +69,28 @@ def client_tests():
 
 
 WRITERS = LABELS * 7 % 13 + np.arange(3000) % 5
-SPLITS = [  # a split, its digest, and by how much sizes differ
-    (lambda: dirichlet(7, 0.3, 3), "78b906738019acf1", 248),
-    (lambda: dirichlet(60, 0.3, 2), "38eb7feb183686be", 97),  # the second draw
-    (lambda: dirichlet(40, 0.001, 1), "abc27c4d9a02213d", 310),  # the 271st draw
-    (lambda: common.iid_partition(LABELS, 7, 3), "c16bf002454b8ff6", 1),
-    (lambda: partitions.similarity_partition(LABELS, 7, 35, 3), "1f761bec1c641bc1", 1),
-    (lambda: partitions.labels_partition(LABELS, 10, 25, 3, 3), "6f67d783abea030a", 69),
-    (lambda: partitions.natural_partition(WRITERS, 4, 3, 9), "6b3f21d5c7afb1b2", 387),
-    (lambda: partitions.natural_iid_partition(WRITERS, 4, 3, 9), "b1a19a9e9337010f", 1),
-    (lambda: partitions.balanced_dirichlet_partition(LABELS, 7, 0.3, 3), "315f2aa86d214f69", 1),
-    (lambda: partitions.balanced_dirichlet_partition(LABELS, 299, 0.05, 1), "4a9a601eb5180a3a", 1),
-    (lambda: partitions.shards_partition(LABELS, 7, 2, 3), "1d8e3ac68cea8fb8", 2),
-    (client_tests, "9e5f7e6182e29d71", 41),
+SPLITS = [  # a split, and its digest
+    (lambda: dirichlet(7, 0.3, 3), "78b906738019acf1"),
+    (lambda: dirichlet(60, 0.3, 2), "38eb7feb183686be"),  # the second draw
+    (lambda: dirichlet(40, 0.001, 1), "abc27c4d9a02213d"),  # the 271st draw
+    (lambda: common.iid_partition(LABELS, 7, 3), "c16bf002454b8ff6"),
+    (lambda: partitions.similarity_partition(LABELS, 7, 35, 3), "1f761bec1c641bc1"),
+    (lambda: partitions.labels_partition(LABELS, 10, 25, 3, 3), "6f67d783abea030a"),
+    (lambda: partitions.natural_partition(WRITERS, 4, 3, 9), "6b3f21d5c7afb1b2"),
+    (lambda: partitions.natural_iid_partition(WRITERS, 4, 3, 9), "b1a19a9e9337010f"),
+    (lambda: partitions.balanced_dirichlet_partition(LABELS, 7, 0.3, 3), "315f2aa86d214f69"),
+    (lambda: partitions.balanced_dirichlet_partition(LABELS, 299, 0.05, 1), "4a9a601eb5180a3a"),
+    (lambda: partitions.shards_partition(LABELS, 7, 2, 3), "1d8e3ac68cea8fb8"),
+    (client_tests, "9e5f7e6182e29d71"),
 ]
 
 
-@pytest.mark.parametrize("split, expected, spread", SPLITS)
-def test_splits_stay_what_they_were(split, expected, spread):
-    """Results that were published on them can be repeated; no sample is dealt twice, or left."""
+@pytest.mark.parametrize("split, expected", SPLITS)
+def test_splits_stay_what_they_were(split, expected):
+    """Results that were published on them can be repeated."""
     parts = split()
-    sizes, index = [len(part) for part in parts], np.concatenate(parts)
     assert digest(parts) == expected
     assert all(part.dtype == np.int64 for part in parts)
-    assert (max(sizes) - min(sizes), len(set(index))) == (spread, sum(sizes))
-    assert len(index) in (3000, 1767, 500)  # of three writers a client; of the test set
 
 
 def test_dirichlet_moves_what_is_missing():

@@ -24,10 +24,9 @@ def unevaluated(monkeypatch):
 
 
 def check(name, out, *argv):
-    """Check that the plain run and the engine end with the same weights, which are finite."""
+    """Check that the plain run and the engine end with the same weights."""
     words = [*TINY, *needed(name, argv), "--workers", "1", *argv]
     weights = SCRIPTS[name].main(words, run=plainly)[0].state_dict()
-    assert all(v.isfinite().all() for v in weights.values())
     assert same(weights, SCRIPTS[name].main([*words, "--out", str(out)])[0].state_dict())
 
 
@@ -63,15 +62,6 @@ def test_rows_are_those_of_the_run(tmp_path, name, more):
         assert a["seconds"].keys() == b["seconds"].keys()
 
 
-@pytest.mark.parametrize("run", [plainly, common.run])
-def test_after_round_is_in_eval_mode(tmp_path, run):
-    def after_round(worker, clients, server, args):
-        assert not any(worker.map(lambda worker, _: torch.tensor(worker.net.training), clients))
-
-    args = flags("--local-steps", "1", "--workers", "2", "--out", str(tmp_path / "run"))
-    run(args, fedavg.local_update, after_round=after_round)
-
-
 def test_dropout_is_of_the_client_and_round(tmp_path, unevaluated):
     """By --plain, two workers, and a run that is cut and goes on, whatever was drawn before."""
     net = common.build_net("cnn", 62)
@@ -91,19 +81,20 @@ def test_dropout_is_of_the_client_and_round(tmp_path, unevaluated):
 
 @pytest.mark.parametrize("run", [plainly, common.run])
 def test_draws_after_round_are_of_a_client(tmp_path, run):
-    """Whatever worker draws: of this seed, this round, and this client, or the first one."""
+    """Whatever worker draws: of this seed, round, and client, or the first one; in eval mode."""
     found = []
 
     def after_round(worker, clients, server, args):
+        assert not any(worker.map(lambda w, _: torch.tensor(w.net.training), clients))
         numbers = worker.map(lambda w, _: torch.tensor(w.rng("x").random()), clients)
         keys = [(args.seed, server["round"], client.id) for client in clients]
         wanted = [common.seeded_rng("x", *key).random() for key in keys]
         found.append(numbers == [torch.tensor(number) for number in wanted])
         found.append(worker.rng("x").random() == wanted[0])
 
-    words = "--local-steps 1 --workers 2 --rounds 1 --out".split()
+    words = "--local-steps 1 --workers 2 --out".split()
     run(flags(*words, str(tmp_path / "run")), fedavg.local_update, after_round=after_round)
-    assert found == [True, True]
+    assert found == [True] * 4
 
 
 def test_on_round_ends_a_plain_run(capsys):

@@ -32,7 +32,6 @@ def test_matplotlib_may_be_missing(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were drawn, in turn."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure) or close(figure))

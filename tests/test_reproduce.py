@@ -204,12 +204,6 @@ def test_what_is_finished(tmp_path, capsys, monkeypatch):
     assert "another --augment" in refusal(jobs.line_left, folder, f"{command} --augment crop")
 
 
-@pytest.fixture
-def started(monkeypatch):
-    monkeypatch.setattr(jobs, "run_child", Started())
-    return jobs.run_child
-
-
 def test_a_comparison_runs_goes_on_and_shows(tmp_path, capsys, started):
     """A table of all scripts over their seeds, and a picture; a further script adds its runs."""
     pytest.importorskip("matplotlib")

@@ -1,23 +1,19 @@
 """The command reproduce benchmark: its table by hand, its pages, and all of it on glyphs."""
 
+import functools
 import re
 
 import numpy as np
 import pytest
-from makers import CELLS, ROOT, Started, is_refused, make_run, read_rows, run_reproduce
+from makers import CELLS, ROOT, is_refused, make_run, read_rows
+from makers import run_reproduce, tables_in
 from runs import config_of, write_config
 
-from reproduce import benchmark, jobs
+from reproduce import benchmark
 from reproduce.cells import read_published
 from reproduce.runs import read_run
 
 CELL = {(c.setting, c.method): c for c in CELLS["NIID-Bench", "CIFAR-10"]}
-
-
-@pytest.fixture
-def started(monkeypatch):
-    monkeypatch.setattr(jobs, "run_child", Started())
-    return jobs.run_child
 
 
 @pytest.fixture
@@ -193,12 +189,10 @@ def test_quick(tmp_path, capsys):
 
 
 def accuracies(name, column="test_acc"):
-    """Return the accuracies of a kept run, round by round."""
     return np.array([row[column] for row in read_rows(ROOT / "results" / name)])
 
 
 def fedavg_beside(name):
-    """Return FedAvg's run on the partition of a run."""
     if name.startswith("benchmark-niid/"):
         return "benchmark-niid/fedavg"
     return f"benchmark/{'labels2-' * ('labels2-' in name)}fedavg-{name[-3:]}"
@@ -207,15 +201,10 @@ def fedavg_beside(name):
 def tables_of_runs():
     """Yield the rows of the pages' tables whose last column names a run, {heading: cell}."""
     for page in "benchmark.md", "benchmark-why.md":
-        heads = None
-        for line in (ROOT / "docs" / page).read_text().replace("−", "-").splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if not line.startswith("|"):
-                heads = None
-            elif cells[-1] == "runs":
-                heads = cells
-            elif heads and cells[-1].startswith("`"):
-                yield dict(zip(heads, cells, strict=True))
+        text = (ROOT / "docs" / page).read_text().replace("−", "-")
+        for heads, _, *rows in tables_in(text):
+            if heads[-1] == "runs":
+                yield from (dict(zip(heads, cells, strict=True)) for cells in rows)
 
 
 @pytest.mark.parametrize("row", list(tables_of_runs()), ids=lambda row: row["runs"].strip("`"))
@@ -230,7 +219,7 @@ def test_a_number_of_the_pages_is_its_run_s(row):
         own = accuracies(name)[first - 1 : last]
         over = own - (0 if "here" in head else accuracies(fedavg_beside(name))[first - 1 : last])
         assert len(over) == last - first + 1
-        assert abs(over.mean() - float(cell)) < 0.5001 * 10 ** -len(cell.partition(".")[2])
+        check_numbers(cell, [over.mean()])
         checked += 1
     assert checked > 1
 
@@ -246,6 +235,7 @@ def over_fedavg(own, first, last, column="test_acc", k="012"):
     return np.array([np.subtract(*(each[first - 1 : last] for each in p)).mean() for p in long])
 
 
+deviation = functools.partial(np.std, ddof=1)
 ADVISED = "SCAFFOLD", "FedAvgM", "FedLS-NTD", "FedNova", "FedDyn", "FedProx"
 
 
@@ -257,12 +247,7 @@ def test_the_readme_s_advice_is_of_the_runs(method):
     own = "feddyn-alpha0.01" if method == "FedDyn" else method.lower()
     asked = (own, 10, 10), (own, 46, 50), ("labels2-" + own, 46, 50)
     for cell, over in zip(cells, (over_fedavg(*each) for each in asked), strict=True):
-        shown = re.search(r"(-?\d\.\d)(?: ± (\d\.\d))?\D.*\((\d)\)", cell)
-        assert bool(shown) == bool(over.size)
-        if over.size:
-            assert abs(float(shown[1]) - over.mean()) < 0.0501 and int(shown[3]) == over.size
-        if over.size > 1:
-            assert abs(float(shown[2]) - over.std(ddof=1)) < 0.0501
+        check_mean(cell, over)
     for cell, last in zip(cells, (10, 50)):
         round_, rounds = over_fedavg(own, last, last), over_fedavg(own, last - 4, last)
         ahead = round_.size == 3 and verdict(round_, rounds) == "ahead"
@@ -271,7 +256,7 @@ def test_the_readme_s_advice_is_of_the_runs(method):
 
 def verdict(last, rounds):
     """Return what the page's rule says of differences after a round and in the five up to it."""
-    far = [each.mean() / each.std(ddof=1) for each in (last, rounds)]
+    far = [each.mean() / deviation(each) for each in (last, rounds)]
     if max(map(abs, far)) <= 1:
         return "level"
     if far[0] > 2:
@@ -279,15 +264,16 @@ def verdict(last, rounds):
     return "behind" if max(far) < -2 else ""
 
 
-def numbers_in(text):
-    """Return the numbers of a text, as they are written."""
-    return re.findall(r"-?\d+\.\d+", text)
-
-
 def check_numbers(text, exact):
     """Fail unless a text has these numbers, rounded as it writes them."""
-    for shown, value in zip(numbers_in(text), exact, strict=True):
+    for shown, value in zip(re.findall(r"-?\d+\.\d+", text), exact, strict=True):
         assert abs(float(shown) - value) < 0.5001 * 10 ** -len(shown.partition(".")[2])
+
+
+def check_mean(text, over):
+    """Fail unless a text has their mean, deviation and number; none where they are empty."""
+    check_numbers(text, [f(over) for f in (np.mean, deviation)[: over.size]])
+    assert re.findall(r"\((\d)\)", text) == [str(over.size)] * bool(over.size)
 
 
 def test_which_methods_gain():
@@ -299,7 +285,7 @@ def test_which_methods_gain():
         over = [over_fedavg(name, 10, 10) for name in own]
         asked = [each.mean() for each in over]
         if "±" in cell:
-            asked.append(over[0].std(ddof=1))
+            asked.append(deviation(over[0]))
             said = verdict(over[0], over_fedavg(*own, 6, 10))
             assert cell.endswith(f"({over[0].size})" + f": {said}" * bool(said))
         else:
@@ -314,14 +300,9 @@ def test_which_methods_gain():
 
 
 def tables_of_section(title):
-    """Return the tables below a title of the page: of each the cells of its rows."""
     page = (ROOT / "docs/benchmark.md").read_text().replace("−", "-")
     section = page.partition(f"### {title}\n")[2].partition("\n#")[0]
-    tables = re.findall(r"(?:^\|.*\n)+", section, re.M)
-    return [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-        for table in tables
-    ]
+    return tables_in(section)
 
 
 def test_the_published_numbers_and_ours():
@@ -341,7 +322,7 @@ def test_the_published_numbers_and_ours():
         names = (f"benchmark/{method}-ds{k}".lower() for k in range(3))
         last = np.array([accuracies(name)[49] for name in names])
         number = float(read_published()[CELL["alpha=0.5", method].key]["acc"][0])
-        check_numbers(" ".join(shown), [number - last.mean(), last.std(ddof=1)])
+        check_numbers(" ".join(shown), [number - last.mean(), deviation(last)])
 
 
 def test_the_points_at_equal_cost_are_of_the_runs():
@@ -385,7 +366,4 @@ def test_the_worst_clients_are_of_the_runs():
         own = f"labels2-{own[:8]}" if "two labels" in own else own
         for cell, window in zip(cells, ((6, 10), (46, 50)), strict=True):
             over = over_fedavg(own, *window, "client_acc_worst")
-            mean, deviation, n = re.fullmatch(r"(\S+)(?: ± (\S+))? \((\d)\)", cell).groups()
-            assert int(n) == len(over) and abs(float(mean) - over.mean()) < 0.0501
-            assert (deviation is None) == (len(over) == 1)
-            assert deviation is None or abs(float(deviation) - over.std(ddof=1)) < 0.0501
+            check_mean(cell, over)

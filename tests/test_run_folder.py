@@ -56,7 +56,6 @@ def resumed(out, *argv):
 
 
 def contents(out):
-    """Return {path: bytes} of a folder."""
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
@@ -93,19 +92,6 @@ def test_what_a_run_leaves(run):
     (run / "best.pt").write_bytes(b"x")
     scaffold.main(resumed(run))
     assert contents(run) == before
-
-
-def test_a_kill_after_the_rows_of_more_rounds_leaves_no_end(run, monkeypatch):
-    """model.pt of fewer rounds would let the run pass for finished."""
-    write, there = run_folder.RunFolder.write_rows, []
-
-    def write_rows(folder):
-        there.append((run / "model.pt").exists())
-        write(folder)
-
-    monkeypatch.setattr(run_folder.RunFolder, "write_rows", write_rows)
-    scaffold.main([*resumed(run), "--rounds", "3"])
-    assert there == [False]
 
 
 def test_the_flags_of_the_run_are_the_defaults(tmp_path):
@@ -390,7 +376,6 @@ CHANGES = [  # whether the code is another one then
 
 
 def function_of(path, source=SOURCE):
-    """Return local_update of a script with this source."""
     path.write_text(source)
     return runpy.run_path(str(path))["local_update"]
 
@@ -411,7 +396,6 @@ def test_what_counts(tmp_path, old, new, other):
 
 
 def test_a_resume_by_other_code_is_refused(tmp_path):
-    """By a line that names the script."""
     words, path = [*TINY, "--local-steps", "1", "--rounds", "1"], tmp_path / "mine.py"
     parser = common.flags("", "mine")
     args = parser.parse_args([*words, "--out", str(tmp_path / "run")])

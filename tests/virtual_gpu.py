@@ -208,7 +208,6 @@ class Virtual(torch.Tensor):
 
 
 def held(tensor):
-    """Return the CPU's tensor."""
     return tensor.held if isinstance(tensor, Virtual) else tensor
 
 
@@ -547,7 +546,6 @@ fedavg --no-graph; resume feddyn; gradaug --workers 2""")
 
 
 def main(argv=None):
-    """Compare the cases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=CASES, metavar="CASE", help="default: all")
     cases, failed = parser.parse_args(argv).cases, 0
