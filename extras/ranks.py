@@ -78,7 +78,7 @@ def join(args):
 def versions():
     """Return what a rank runs beside the method's own functions, {what: version}."""
     root = pathlib.Path(common.__file__).parent
-    paths = [*map(root.joinpath, OURS), *sorted(root.glob("extras/*.py"))]
+    paths = [*map(root.joinpath, OURS), *sorted(root.glob("extras/[!.]*.py"))]
     crc = zlib.crc32(b"".join(path.read_bytes() for path in paths))
     return {"torch": torch.__version__, "numpy": np.__version__, "common.py and extras/": crc}
 
