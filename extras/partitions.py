@@ -73,7 +73,7 @@ def balanced_dirichlet_partition(labels, clients, alpha, seed):
         size = n // clients + (client < n % clients)
         p = rng.dirichlet(np.full(labels.max() + 1, alpha)).clip(1e-30)
         keys = rng.standard_exponential(len(available)) / p[labels[available]]
-        smallest = np.argpartition(keys, size - 1)[:size]
+        smallest = np.sort(np.argpartition(keys, size - 1)[:size])  # else in the processor's order
         parts.append(available[smallest])
         available = np.delete(available, smallest)
     return parts
