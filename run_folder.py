@@ -33,7 +33,11 @@ import common
 from common import FREE_ON_RESUME, UserError, check_leaves, flag_values, tree_map
 
 PLAIN = (int, float, bool, str, type(None))  # what may be kept beside tensors
-VERSIONS = {"torch": torch.__version__, "numpy": np.__version__}  # which decide the last bits
+VERSIONS = {  # which decide the last bits
+    "torch": torch.__version__,
+    "numpy": np.__version__,
+    "instructions": torch.backends.cpu.get_cpu_capability(),  # AVX2, AVX512
+}
 
 
 def checksum(tensors, more=None):
@@ -402,8 +406,8 @@ class RunFolder:
         args.capture = args.graph and config.get("graph", True)
 
     def _compare_versions(self):
-        """Say where the run began with other libraries, which may change the last bits."""
-        began = self.config["versions"]
+        """Say where the run began with other VERSIONS, which may change the last bits."""
+        began = VERSIONS | self.config["versions"]
         changed = [f"{k} {began[k]} (now {v})" for k, v in VERSIONS.items() if began[k] != v]
         if changed:
             print(f"{self.out}: began with {' and '.join(changed)}", file=sys.stderr)

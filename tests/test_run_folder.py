@@ -165,9 +165,12 @@ def test_best_is_of_a_round_with_a_row(tmp_path):
 
 
 def test_other_versions_are_told(run, capsys, monkeypatch):
+    before = torch.backends.cpu.get_cpu_capability()
     monkeypatch.setitem(run_folder.VERSIONS, "torch", "9.0.0")
+    monkeypatch.setitem(run_folder.VERSIONS, "instructions", "SVE")
     scaffold.main(resumed(run))
-    assert capsys.readouterr().err == f"{run}: began with torch {torch.__version__} (now 9.0.0)\n"
+    changed = f"torch {torch.__version__} (now 9.0.0) and instructions {before} (now SVE)"
+    assert capsys.readouterr().err == f"{run}: began with {changed}\n"
 
 
 def test_one_process_a_run(tmp_path, capsys):
