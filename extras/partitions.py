@@ -182,7 +182,7 @@ def file_partition(path, samples, clients, partial=False):
         if len(parts) != clients:
             raise ValueError(f"its clients are {len(parts)}; pass --clients {len(parts)}")
         index = np.concatenate(parts)
-        if index.dtype.kind != "i" or not 0 <= index.min() <= index.max() < samples:
+        if index.dtype.kind != "i" or ((index < 0) | (index >= samples)).any():
             raise ValueError(f"an index is not an integer from 0 to {samples - 1}")
         times = np.bincount(index, minlength=samples)
         if times.max() > 1:

@@ -189,6 +189,16 @@ def test_flags_that_do_not_go_with_own_data(tmp_path, argv, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("model, shape", [("resnet8", (8, 8, 3)), ("cnn", (3, 8, 12))])
+def test_images_of_another_shape_are_told(model, shape):
+    """With the channels last, or not square where the network needs squares."""
+    x, y = torch.zeros(6, *shape, dtype=torch.uint8), torch.arange(6) % 3
+    data, words = common.Data(x, y, x, y, 3), ["--model", model]
+    assert f"not [6, {', '.join(map(str, shape))}]" in refusal(common.net_for, data, flags(*words))
+    oblong = common.Data(*[x.new_zeros(6, 3, 8, 12), y] * 2, 3)
+    assert common.net_for(oblong, flags("--model", "resnet8"))(oblong.x.float()).shape == (6, 3)
+
+
 def test_other_data_or_layers_do_not_resume(tmp_path):
     def net(width=8):
         return nn.Sequential(nn.Linear(6, width), nn.ReLU(), common.Classifier(width, 3))

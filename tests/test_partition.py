@@ -176,6 +176,7 @@ def test_similarity_mixes_a_share():
         ("{0: [0, 3], 1: [2, 1.0]}", False, "from 0 to 3"),
         ("{0: [0, 3], 1: [2, 0]}", True, "gives sample 0 more than once"),
         ("{0: [0, 1, 2, 3]}", False, "--clients 1"),
+        ("[[], []]", False, "leaves out 4 of 4 samples"),
         ("__import__('os')", False, "neither"),
         ("[" * 9999, False, "neither"),
         ("{0: 3, 1: 4}", False, "list of indices"),
