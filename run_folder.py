@@ -33,11 +33,8 @@ import common
 from common import FREE_ON_RESUME, UserError, check_leaves, flag_values, tree_map
 
 PLAIN = (int, float, bool, str, type(None))  # what may be kept beside tensors
-VERSIONS = {  # which decide the last bits
-    "torch": torch.__version__,
-    "numpy": np.__version__,
-    "instructions": torch.backends.cpu.get_cpu_capability(),  # AVX2, AVX512
-}
+SIMD = torch.backends.cpu.get_cpu_capability()  # AVX2 or AVX512; these three decide the last bits
+VERSIONS = {"torch": torch.__version__, "numpy": np.__version__, "instructions": SIMD}
 
 
 def checksum(tensors, more=None):
