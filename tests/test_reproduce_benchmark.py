@@ -195,6 +195,8 @@ def accuracies(name, column="test_acc"):
 def fedavg_beside(name):
     if name.startswith("benchmark-niid/"):
         return "benchmark-niid/fedavg"
+    if "/validation-" in name:
+        return "benchmark-weights/validation-fedavg"
     return f"benchmark/{'labels2-' * ('labels2-' in name)}fedavg-{name[-3:]}"
 
 
@@ -216,12 +218,26 @@ def test_a_number_of_the_pages_is_its_run_s(row):
         if not rounds or not cell:
             continue
         first, last = int(rounds[1]), int(rounds[2] or rounds[1])
-        own = accuracies(name)[first - 1 : last]
-        over = own - (0 if "here" in head else accuracies(fedavg_beside(name))[first - 1 : last])
+        column = "val_acc" if "held out" in head else "test_acc"
+        over = accuracies(name, column)[first - 1 : last]
+        if "here" not in head:
+            over = over - accuracies(fedavg_beside(name), column)[first - 1 : last]
         assert len(over) == last - first + 1
         check_numbers(cell, [over.mean()])
         checked += 1
     assert checked > 1
+
+
+@pytest.mark.parametrize("run", ["fedavg-ds0", "fedmlb-ds2"])
+def test_another_processor_s_numbers_are_its_runs(run):
+    text = (ROOT / "docs/benchmark-why.md").read_text()
+    (cells,) = (row for table in tables_in(text) for row in table if f"avx2-{run}`" in row[-1])
+    own = accuracies(f"benchmark-weights/avx2-{run}")
+    difference = own - accuracies(f"benchmark/{run}")[: len(own)]
+    assert cells[1] == str(len(own)) and difference[0]
+    check_numbers(cells[2], [abs(difference).max()])
+    if cells[3]:
+        check_numbers(cells[3], [abs(np.convolve(difference, np.full(5, 0.2), "valid")).max()])
 
 
 def over_fedavg(own, first, last, column="test_acc", k="012"):
