@@ -521,8 +521,8 @@ blocks = ("moon", "stochdepth")
 SUITE += [case if case.startswith(blocks) else f"{case} --model cnn" for case in short]
 SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; fedavg --plain; resume rfedavg;
 fedavg --model cnn --workers auto --clients 5; gradaug --model cnn --workers 2 --rounds 1;
-fedavg --augment rotate10,crop,flip --clip 1 --momentum 0; fedavg --precision bf16; given fedavg;
-fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt;
+gradaug --mu 0 --model cnn; fedavg --augment rotate10,crop,flip --clip 1 --momentum 0;
+fedavg --precision bf16; given fedavg; fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt;
 text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0""")
 CASES = SUITE + [case for case in VARIED if case not in SUITE]
 CASES += [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
