@@ -50,7 +50,8 @@ class Run:
     def speed(self):
         """What two runs share whose seconds compare."""
         flags = [self.flags.get(flag) for flag in ("precision", "graph", "eval_every")]
-        return self.config["device"], self.config["workers"], *flags
+        instructions = self.config.get("versions", {}).get("instructions")  # not in old runs
+        return self.config["device"], instructions, self.config["workers"], *flags
 
     def key(self, *without):
         """Return what two runs share that differ in their seeds and in the flags without alone."""
