@@ -198,7 +198,7 @@ def test_gpu_sees_leaks_and_lost_graphs(monkeypatch, gpu_rows, leak):
     assert row.get("error") == (None if leak else "it has lost its graphs")
 
 
-@pytest.mark.parametrize("way, figure", [("--workers 3", "three"), ("--local-steps 2", "cpu")])
+@pytest.mark.parametrize("way, figure", [("--workers 3", "three"), ("--lr 1e-3", "cpu")])
 def test_gpu_tells_failures_and_goes_on(monkeypatch, gpu_rows, way, figure):
     """An exception and weights that differ each fail their own case alone."""
     trained = gpu.train
@@ -214,6 +214,18 @@ def test_gpu_tells_failures_and_goes_on(monkeypatch, gpu_rows, way, figure):
     table = gpu_rows(*argv, code=1)
     assert [row["ok"] for row in table] == [False, False, True]
     assert 0 < table[0][figure] < 1 and "nothing" in table[1]["error"]
+
+
+@pytest.mark.parametrize(
+    "cpu, native, ok",
+    [(9e-4, 0, True), (0.02, 0.001, False), (0.02, 0.003, True), (0.6, 0.1, False)],
+)
+def test_gpu_judges_the_cpu_by_its_own_rounding(monkeypatch, gpu_rows, cpu, native, ok):
+    run = torch.zeros(1), [{"train_loss": 1.0}], {"graph": True}
+    monkeypatch.setattr(gpu, "train", lambda *_, **__: run)
+    monkeypatch.setattr(gpu, "beside_the_cpu", lambda *_: {"cpu": cpu, "native": native})
+    [row] = gpu_rows("correct", "--device", "cpu", "--no-processes", code=not ok)
+    assert (row["cpu"], row["ok"]) == (cpu, ok)
 
 
 @pytest.mark.parametrize("accuracy", [50.0, 85.0])
