@@ -12,7 +12,8 @@ finished (the learning rate is constant, so a run of ten rounds would give the s
     accuracy       of the global model on the whole test set, in %
     over FedAvg    the same less that of FedAvg's run on the same partition
     worst client   accuracy of the worst client
-    s              seconds of the fastest round over FedAvg's, on the same hardware and --workers
+    s              seconds of the fastest round over FedAvg's; -: not known to be of the same
+                   hardware and --workers
     MB             bytes of a round over those of FedAvg's run
     rounds to      the first round with FedAvg's accuracy in the table's round; 50+: none of the 50
     published      the mean in NIID-Bench's paper

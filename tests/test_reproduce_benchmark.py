@@ -229,7 +229,12 @@ def test_a_number_of_the_pages_is_its_run_s(row):
     assert checked > 1
 
 
-@pytest.mark.parametrize("run", ["avx2-fedavg-ds0", "h200-fedavg-ds0", "avx2-fedmlb-ds2"])
+def runs_elsewhere():
+    kept = (ROOT / "results/benchmark-weights").iterdir()
+    return sorted(run.name for run in kept if re.match(r"avx|h200", run.name))
+
+
+@pytest.mark.parametrize("run", runs_elsewhere())
 def test_another_processor_s_numbers_are_its_runs(run):
     text = (ROOT / "docs/benchmark-why.md").read_text()
     (cells,) = (row for table in tables_in(text) for row in table if f"/{run}`" in row[-1])
