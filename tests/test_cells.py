@@ -17,10 +17,10 @@ FLAGS = {cell: parsed_flags(cell.command) for cell in ALL}
 def test_published_numbers_and_cells_are_the_same():
     """But for the benchmark's cells of methods that NIID-Bench does not have."""
     published = read_published()
-    assert sum(map(len, published.values())) == 968 and len(ALL) == 906 + 27
+    assert sum(map(len, published.values())) == 968 and len(ALL) == 906 + 29
     in_tables = {cell.key for cell in ALL if not cell.table.startswith("fig")}
     more = in_tables - published.keys()
-    assert len(more) == 19 and {key[0] for key in more} == {"NIID-Bench"}
+    assert len(more) == 21 and {key[0] for key in more} == {"NIID-Bench"}
     bound = cells_by_method("FedCKA", "fig5")["centralised"].key  # 70%, in Sec. 4.3
     assert {key[:2] for key in published.keys() - in_tables - {bound}} == {("FedAlign", "7")}
 
@@ -141,7 +141,7 @@ def test_a_command_of_several_tables_has_one_home():
     assert FLAGS[first]["save_clients"]
     cells = set(home.values())
     folders = {(c.paper, c.table, slug(f"{c.label} {c.method}")) for c in cells}
-    assert len(folders) == len(cells) == 501 + 27
+    assert len(folders) == len(cells) == 501 + 29
     for cell in CELLS["rFedAvg", "fig11"]:
         assert home[cell.command].table == "I" and FLAGS[home[cell.command]]["client_test"]
 
