@@ -26,7 +26,6 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections import Counter
 from unittest import mock
 
 import torch
@@ -54,7 +53,7 @@ class Machine:
 
     def __init__(self, memory=(80 * 2**30, 80 * 2**30), reserved=8 * 2**30):
         self.faults, self.memory, self.reserved = [], memory, reserved
-        self.host, self.streams = Counter(), []  # the host's clock: what it knows to be done
+        self.host, self.streams = {}, []  # the host's clock: what it knows to be done
         self.blocks, self.pinned = weakref.WeakValueDictionary(), weakref.WeakValueDictionary()
         self.capture, self.graphs, self.replays, self.watched = None, [], 0, False
         self.current, self.on = None, True
@@ -68,7 +67,7 @@ class Machine:
         if self.capture:
             self.fault(f"{what} inside a capture")
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
-        self.host |= current_stream().clock
+        join(self.host, current_stream().clock)
 
 
 gpu = Machine()
@@ -83,16 +82,26 @@ def key(tensor):
 
 
 class Stream:
-    """A stream, with a clock {stream: how far of it is done when this one goes on}.
-
-    Clocks are Counters: | takes the larger numbers, and a <= b says that b knows all of a."""
+    """A stream, with a clock {stream: how far of it is done when this one goes on}."""
 
     def __init__(self, device=None):
-        self.number, self.clock = len(gpu.streams), Counter()
+        self.number, self.clock = len(gpu.streams), {}
         gpu.streams.append(self)
 
     def wait_stream(self, other):
-        self.clock |= other.clock
+        join(self.clock, other.clock)
+
+
+def join(clock, other):
+    """Let a clock know all of another."""
+    for number, tick in other.items():
+        if clock.get(number, 0) < tick:
+            clock[number] = tick
+
+
+def knows(clock, other):
+    """Return whether a clock knows all of another."""
+    return all(clock.get(number, 0) >= tick for number, tick in other.items())
 
 
 @contextlib.contextmanager
@@ -110,7 +119,7 @@ def current_stream(device=None):
 
 def synchronize(device=None):
     for each in gpu.streams:
-        gpu.host |= each.clock
+        join(gpu.host, each.clock)
 
 
 class Block:
@@ -119,28 +128,30 @@ class Block:
     def __init__(self, size):
         self.bytes = size
         self.gpu, self.stream = gpu, current_stream()
-        self.written, self.read, self.graph = Counter(), Counter(), gpu.capture
+        self.written, self.read, self.graph = {}, {}, gpu.capture
 
     def __del__(self):
-        done = self.written | self.read <= self.stream.clock | self.gpu.host
-        if self.gpu.on and not self.graph and not done:
-            self.gpu.fault("memory is freed while another stream may use it")
+        if self.gpu.on and not self.graph:
+            clock = dict(self.stream.clock)
+            join(clock, self.gpu.host)
+            if not knows(clock, self.written) or not knows(clock, self.read):
+                self.gpu.fault("memory is freed while another stream may use it")
 
 
 def use(read, written, what):
     """Let the current stream read and write blocks; note races."""
     now = current_stream()
-    now.clock |= gpu.host
-    now.clock[now.number] += 1
-    use = Counter({now.number: now.clock[now.number]})
+    number, clock = now.number, now.clock
+    join(clock, gpu.host)
+    clock[number] = tick = clock.get(number, 0) + 1
     for block in read:
-        if not block.written <= now.clock:
+        if not knows(clock, block.written):
             gpu.fault(f"race: {what} reads what another stream writes")
-        block.read |= use
+        block.read[number] = tick
     for block in written:
-        if not block.written | block.read <= now.clock:
+        if not knows(clock, block.written) or not knows(clock, block.read):
             gpu.fault(f"race: {what} writes what another stream uses")
-        block.written, block.read = use, Counter()
+        block.written, block.read = {number: tick}, {}
 
 
 # --- tensors
@@ -181,10 +192,10 @@ class Virtual(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, operator = kwargs or {}, func.overloadpacket
-        tensors = common.tensors_in((args, kwargs))
+        tensors, inner_args, inner_kwargs = [], mapped(held, args), mapped(held, kwargs)
+        mapped(tensors.append, (args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
         check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
-        inner_args, inner_kwargs = mapped(held, args), mapped(held, kwargs)
         if gpu.capture:
             gpu.capture.before([t.held for t in ours])
             gpu.capture.constants |= {key(t) for t in tensors if not isinstance(t, Virtual)}
@@ -192,7 +203,7 @@ class Virtual(torch.Tensor):
         computes = not func.is_view and operator not in (aten.detach, aten.alias)
         if computes:
             if gpu.capture:
-                gpu.capture.calls.append((func, inner_args, inner_kwargs, common.tensors_in(out)))
+                gpu.capture.calls.append((func, inner_args, inner_kwargs, tensors_in(out)))
             written = [t.block for t in mutated(func, args, kwargs) if isinstance(t, Virtual)]
             use([t.block for t in ours if t.block not in written], written, operator.__name__)
         first = args[0] if args else None
@@ -201,7 +212,7 @@ class Virtual(torch.Tensor):
         if operator in COPIES and torch.is_tensor(first) and not isinstance(first, Virtual):
             return args[0]  # to the CPU
         new = mapped(Virtual, out)
-        fresh = [t.block for t in common.tensors_in(new) if not t.block.written]
+        fresh = [t.block for t in tensors_in(new) if not t.block.written]
         use([], fresh if computes else [], operator.__name__)
         aliases = any(returned.alias_info for returned in func._schema.returns)
         return return_and_correct_aliasing(func, args, kwargs, new) if aliases else new
@@ -212,16 +223,27 @@ def held(tensor):
 
 
 def mapped(f, tree):
-    """Return common.tree_map(f, tree), in which tuples stay tuples."""
-    new = common.tree_map(f, tree)
-    return tuple(new) if isinstance(tree, tuple) else new
+    """Return a nest of dicts, lists and tuples with f applied to each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return f(tree)
+    if isinstance(tree, (list, tuple)):
+        new = [mapped(f, v) for v in tree]
+        return tuple(new) if isinstance(tree, tuple) else new
+    return {k: mapped(f, v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def tensors_in(*trees):
+    """Return all tensors in nests of dicts, lists and tuples."""
+    found = []
+    mapped(found.append, trees)
+    return found
 
 
 def mutated(func, args, kwargs):
     """Return the tensors to which an operation writes."""
     places = enumerate(func._schema.arguments)
     written = [(i, a.name) for i, a in places if a.alias_info and a.alias_info.is_write]
-    return common.tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
+    return tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
 
 
 def check(func, args, plain):
@@ -342,7 +364,7 @@ class CUDAGraph:
                 storage.copy_(content)
         self.outside = {k: weakref.ref(block) for k, (_, _, block) in self.outside.items()}
         for _, args, kwargs, outs in self.calls:
-            for t in common.tensors_in((args, kwargs, outs)):
+            for t in tensors_in(args, kwargs, outs):
                 if key(t) not in self.outside and key(t) not in self.constants:
                     self.own[key(t)] = t.untyped_storage()
         gpu.graphs.append(self)
@@ -351,7 +373,7 @@ class CUDAGraph:
     def replay(self):
         gpu.replays += 1
         for func, args, kwargs, outs in self.calls:
-            for old, new in zip(outs, common.tensors_in(func(*args, **kwargs))):
+            for old, new in zip(outs, tensors_in(func(*args, **kwargs))):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
         blocks = [block() for block in self.outside.values()]
@@ -454,7 +476,7 @@ def train(case, device, out, **own):
     kept, write = {}, run_folder.States.write
 
     def noted(states, client, state, t):
-        kept.update({f"{client} keeps {i}": v for i, v in enumerate(common.tensors_in(state))})
+        kept.update({f"{client} keeps {i}": v for i, v in enumerate(tensors_in(state))})
         return write(states, client, state, t)
 
     base, (kind, *words) = SMALL, case.split()
@@ -515,18 +537,20 @@ def listed(text):
 
 VARIED = [" ".join([name, *needed(name, ["--model"]), *more.split()]) for name, more in VARIANTS]
 VARIED = [case.replace("resnet56", "resnet8") for case in VARIED]
-SUITE = [case for case in VARIED[: len(METHODS)] if case != "gradaug"]  # on resnet8
-short = ["gradaug", *VARIED[len(METHODS) :]]  # on cnn, which takes less time
-blocks = ("moon", "stochdepth")
-SUITE += [case if case.startswith(blocks) else f"{case} --model cnn" for case in short]
-SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; fedavg --plain; resume rfedavg;
+ON_RESNET = "fedavg moon stochdepth fedalign fedmlb fedkd qfedavg ditto fedbn".split()  # the others
+ON_RESNET += [
+    case for case in VARIED if case.startswith("stochdepth") or "--model" in case
+]  # on cnn
+SUITE = [case if case in ON_RESNET else f"{case} --model cnn" for case in VARIED]
+SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; fedavg --plain;
 fedavg --model cnn --workers auto --clients 5; gradaug --model cnn --workers 2 --rounds 1;
 gradaug --mu 0 --model cnn; fedavg --augment rotate10,crop,flip --clip 1 --momentum 0;
-fedavg --precision bf16; given fedavg; fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt;
+resume rfedavg --model cnn; fedavg --precision bf16; given fedavg --model cnn;
+fedavg --model cnn --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt;
 text fedavg --optimizer rmsprop --lr 1e-4 --momentum 0""")
-CASES = SUITE + [case for case in VARIED if case not in SUITE]
-CASES += [f"{name} {' '.join(needed(name, ['--model']))} --model cnn" for name in METHODS]
-CASES.remove("stochdepth  --model cnn")
+NO_CNN = ("stochdepth", "fedbn")  # which they refuse
+CASES = SUITE + VARIED
+CASES += [f"{case} --model cnn" for case in VARIED[: len(METHODS)] if case not in NO_CNN]
 CASES += [f"fedavg --model {net}" for net in [*common.NETS, *common.EXTRA_NETS] if net != "lstm"]
 CASES += listed("""fedavg --local-steps 24 --clients 3; moon --workers auto --clients 5;
 fedcka --similarity-metric frobenius; fedcka --similarity-metric cosine;
@@ -542,7 +566,9 @@ fedavg --weighting uniform --no-nesterov; moon --projection 16; resume scaffold 
 resume fedgkd; resume rfedavg_dp --noise-clip 1; resume fedavg --persist-opt; text fedavg;
 text fedmlb; text fedcka --mu 1; text scaffold --option 1; text rfedavg; text qfedavg;
 text fedavg --precision bf16; text moon; moon --plain; gradaug --plain; rfedavg --plain;
-fedavg --no-graph; resume feddyn; gradaug --workers 2""")
+fedavg --no-graph; resume feddyn; gradaug --workers 2; resume rfedavg; given fedavg;
+fedavg --optimizer rmsprop --lr 1e-4 --clip 1 --persist-opt""")
+CASES = list(dict.fromkeys(CASES))
 
 
 def main(argv=None):
