@@ -336,10 +336,12 @@ FEW = "--clients 4 --epochs 1"  # of the small cases
 # a function of (words, device), its cases, a small one; cases at a time, where no time is measured
 Part = collections.namedtuple("Part", "measure cases small jobs", defaults=[1])
 PARTS = {
-    "correct": Part(correct, CORRECT, f"text fedprox {FEW} --batch-size 8 --local-steps 3", 6),
+    "correct": Part(correct, CORRECT, "text fedprox --clients 4 --batch-size 4 --local-steps 2", 6),
     "nccl": Part(nccl, "fedavg --model resnet8; rfedavg --model cnn", "fedavg --model cnn"),
     "command": Part(command, COMMANDS, f"{TYPICAL} --model cnn {FEW}"),
-    "memory": Part(memory, "fedavg; gradaug; moon", "fedavg --model cnn --rounds 5 --epochs 1", 3),
+    "memory": Part(
+        memory, "fedavg; gradaug; moon", "fedavg --model cnn --rounds 5 --local-steps 3", 3
+    ),
     "rounds": Part(rounds, ROUNDS, f"FedAvg --model cnn {FEW}"),
     "steps": Part(steps, STEPS, "fedprox --model cnn --batch-size 8"),
     "kernels": Part(kernels, KERNELS, "fedavg --model cnn --batch-size 8"),
