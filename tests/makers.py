@@ -1,6 +1,7 @@
 """What the tests of the package reproduce share: run folders by hand, and its commands."""
 
 import functools
+import importlib
 import json
 import pathlib
 import re
@@ -103,6 +104,12 @@ def is_refused(result, *messages):
     """Whether a command ended with code 2 and one line, which has the messages, and no output."""
     code, out, err = result
     return code == 2 and not out and err.count("\n") == 1 and all(m in err for m in messages)
+
+
+def run_child_here(line, *_):
+    """Run [SCRIPT.py, flags...] in this process, as jobs.run_child does in one of its own."""
+    importlib.import_module(line[0].removesuffix(".py")).main(line[1:])
+    return 0
 
 
 class Started(list):

@@ -84,4 +84,5 @@ def plain_final(out, *argv):
 
 # Flags of a run that shows what each variant does: three rounds, as a client's last model and the
 # server's memory act from the second on; steps on full batches and on short ones; few of them.
-SHORT = "--rounds 3 --local-steps 4 --sample 0.5 --lr-decay 0.9 --eval-every 2 --workers 1".split()
+SHORT = "--rounds 3 --local-steps 4 --batch-size 16 --clients 10 --sample 0.2 --lr-decay 0.9"
+SHORT = [*SHORT.split(), "--eval-every", "2", "--workers", "1"]

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import runpy
@@ -21,12 +20,13 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import args_of
-from makers import read_rows, tables_in
+from makers import read_rows, run_child_here, tables_in
 from methods import METHODS, ROOT, SCRIPTS, needed
 
 import common
 import extras.glyphs
 import moon
+import reproduce.jobs
 import scaffold
 from reproduce.cells import read_published
 
@@ -181,9 +181,7 @@ RUNNABLE = {tuple(map(tuple, runnable(block))): block for block in BLOCKS if run
 def test_commands_run(block, tmp_path, monkeypatch, capsys):
     """The commands of a block, one after the other, with one round and small glyphs."""
     write_scripts(block.page, tmp_path)
-    small = "import extras.glyphs\nextras.glyphs.GLYPHS = (600, 200)\n"
-    (tmp_path / "sitecustomize.py").write_text(small)  # of the processes that a command starts
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    monkeypatch.setattr(reproduce.jobs, "run_child", run_child_here)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     printed = ""

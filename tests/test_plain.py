@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from conftest import TINY, flags, plainly, same
 from methods import SCRIPTS, SHORT, VARIANTS, needed
-from runs import VARIES, assert_equal_runs
+from runs import VARIES, assert_equal_runs, rows_of
 
 import common
 import fedavg
@@ -40,6 +40,7 @@ def test_every_method(tmp_path, unevaluated, name, more):
     SCRIPTS[name].main([*words, "--out", str(two)])
     SCRIPTS[name].main(["--resume", "--rounds", "3", "--out", str(two)])
     assert_equal_runs(one, two)
+    assert sum(row["samples"] for row in rows_of(one)) < 3 * 2 * 4 * 16  # not all batches are full
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Running the runs of a table: limits, interrupts, resuming, and what is said of failures."""
 
-import importlib
 import io
 import shlex
 import signal
@@ -9,7 +8,7 @@ import sys
 import time
 
 from conftest import make_folder
-from makers import PLAIN, ROOT, make_run, run_reproduce
+from makers import PLAIN, ROOT, make_run, run_child_here, run_reproduce
 from runs import rounds_in, rows_of
 from tqdm import tqdm
 
@@ -101,13 +100,9 @@ def test_a_command_that_was_cut_goes_on(tmp_path, capsys, monkeypatch):
     assert process.returncode == 130 and 0 < rounds_in(cut) < 40 and "error" not in err
     assert "fedavg.py: interrupted; continue with" in err and "the same command goes on" in err
 
-    def run_here(line, *_):
-        importlib.import_module(line[0].removesuffix(".py")).main(line[1:])
-        return 0
-
     monkeypatch.setattr(common, "CORES", 1)  # as of the process that was cut
-    monkeypatch.setattr(jobs, "run_child", run_here)
+    monkeypatch.setattr(jobs, "run_child", run_child_here)
     out = run_reproduce(capsys, *argv)[1]
     assert "[2/2] python fedavg.py" in out and "--resume" in out and "[1/2]" not in out
-    run_here(["fedavg.py", *flags, "--out", str(tmp_path / "whole")])
+    run_child_here(["fedavg.py", *flags, "--out", str(tmp_path / "whole")])
     assert rows_of(cut) == rows_of(tmp_path / "whole") and rounds_in(cut) == 40
