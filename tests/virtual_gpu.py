@@ -554,7 +554,8 @@ CASES += [f"{case} --model cnn" for case in VARIED[: len(METHODS)] if case not i
 CASES += [f"fedavg --model {net}" for net in [*common.NETS, *common.EXTRA_NETS] if net != "lstm"]
 CASES += listed("""fedavg --local-steps 24 --clients 3; moon --workers auto --clients 5;
 fedcka --similarity-metric frobenius; fedcka --similarity-metric cosine;
-scaffold --correction step --momentum 0; scaffold --optimizer rmsprop --lr 1e-4;
+scaffold --correction step --momentum 0;
+scaffold --optimizer rmsprop --lr 1e-4 --option 1 --correction step;
 scaffold --drop-last --partition dirichlet --min-size 3 --alpha 0.2 --clients 4;
 fedmlb --pathways 1,2 --divisor all; fedmlb --precision bf16; fedalign --precision bf16;
 rfedavg --sample 0.5 --rounds 3; gradaug --subnets 4; gradaug --resolutions 24,32; gradaug --mu 0;
