@@ -192,10 +192,10 @@ class Virtual(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs, operator = kwargs or {}, func.overloadpacket
-        tensors, inner_args, inner_kwargs = [], mapped(held, args), mapped(held, kwargs)
-        mapped(tensors.append, (args, kwargs))
+        tensors = common.tensors_in((args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
         check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
+        inner_args, inner_kwargs = mapped(held, args), mapped(held, kwargs)
         if gpu.capture:
             gpu.capture.before([t.held for t in ours])
             gpu.capture.constants |= {key(t) for t in tensors if not isinstance(t, Virtual)}
@@ -203,7 +203,7 @@ class Virtual(torch.Tensor):
         computes = not func.is_view and operator not in (aten.detach, aten.alias)
         if computes:
             if gpu.capture:
-                gpu.capture.calls.append((func, inner_args, inner_kwargs, tensors_in(out)))
+                gpu.capture.calls.append((func, inner_args, inner_kwargs, common.tensors_in(out)))
             written = [t.block for t in mutated(func, args, kwargs) if isinstance(t, Virtual)]
             use([t.block for t in ours if t.block not in written], written, operator.__name__)
         first = args[0] if args else None
@@ -212,7 +212,7 @@ class Virtual(torch.Tensor):
         if operator in COPIES and torch.is_tensor(first) and not isinstance(first, Virtual):
             return args[0]  # to the CPU
         new = mapped(Virtual, out)
-        fresh = [t.block for t in tensors_in(new) if not t.block.written]
+        fresh = [t.block for t in common.tensors_in(new) if not t.block.written]
         use([], fresh if computes else [], operator.__name__)
         aliases = any(returned.alias_info for returned in func._schema.returns)
         return return_and_correct_aliasing(func, args, kwargs, new) if aliases else new
@@ -223,27 +223,16 @@ def held(tensor):
 
 
 def mapped(f, tree):
-    """Return a nest of dicts, lists and tuples with f applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return f(tree)
-    if isinstance(tree, (list, tuple)):
-        new = [mapped(f, v) for v in tree]
-        return tuple(new) if isinstance(tree, tuple) else new
-    return {k: mapped(f, v) for k, v in tree.items()} if isinstance(tree, dict) else tree
-
-
-def tensors_in(*trees):
-    """Return all tensors in nests of dicts, lists and tuples."""
-    found = []
-    mapped(found.append, trees)
-    return found
+    """Return common.tree_map(f, tree), in which tuples stay tuples."""
+    new = common.tree_map(f, tree)
+    return tuple(new) if isinstance(tree, tuple) else new
 
 
 def mutated(func, args, kwargs):
     """Return the tensors to which an operation writes."""
     places = enumerate(func._schema.arguments)
     written = [(i, a.name) for i, a in places if a.alias_info and a.alias_info.is_write]
-    return tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
+    return common.tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
 
 
 def check(func, args, plain):
@@ -364,7 +353,7 @@ class CUDAGraph:
                 storage.copy_(content)
         self.outside = {k: weakref.ref(block) for k, (_, _, block) in self.outside.items()}
         for _, args, kwargs, outs in self.calls:
-            for t in tensors_in(args, kwargs, outs):
+            for t in common.tensors_in((args, kwargs, outs)):
                 if key(t) not in self.outside and key(t) not in self.constants:
                     self.own[key(t)] = t.untyped_storage()
         gpu.graphs.append(self)
@@ -373,7 +362,7 @@ class CUDAGraph:
     def replay(self):
         gpu.replays += 1
         for func, args, kwargs, outs in self.calls:
-            for old, new in zip(outs, tensors_in(func(*args, **kwargs))):
+            for old, new in zip(outs, common.tensors_in(func(*args, **kwargs))):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
         blocks = [block() for block in self.outside.values()]
@@ -476,7 +465,7 @@ def train(case, device, out, **own):
     kept, write = {}, run_folder.States.write
 
     def noted(states, client, state, t):
-        kept.update({f"{client} keeps {i}": v for i, v in enumerate(tensors_in(state))})
+        kept.update({f"{client} keeps {i}": v for i, v in enumerate(common.tensors_in(state))})
         return write(states, client, state, t)
 
     base, (kind, *words) = SMALL, case.split()
@@ -537,10 +526,9 @@ def listed(text):
 
 VARIED = [" ".join([name, *needed(name, ["--model"]), *more.split()]) for name, more in VARIANTS]
 VARIED = [case.replace("resnet56", "resnet8") for case in VARIED]
-ON_RESNET = "fedavg moon stochdepth fedalign fedmlb fedkd qfedavg ditto fedbn".split()  # the others
-ON_RESNET += [
-    case for case in VARIED if case.startswith("stochdepth") or "--model" in case
-]  # on cnn
+# cnn takes less time; on resnet8 are methods with an own way to treat blocks, batch norm or modes
+ON_RESNET = "fedavg moon stochdepth fedalign fedmlb fedkd qfedavg ditto fedbn".split()
+ON_RESNET += [case for case in VARIED if case.startswith("stochdepth") or "--model" in case]
 SUITE = [case if case in ON_RESNET else f"{case} --model cnn" for case in VARIED]
 SUITE += listed("""fedavg --model cnn --workers 3 --clients 5; fedavg --plain;
 fedavg --model cnn --workers auto --clients 5; gradaug --model cnn --workers 2 --rounds 1;
