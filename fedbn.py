@@ -6,8 +6,8 @@ norm, b_k, which it never sends:
     min_{w, b_k}  F_k(w, b_k),   then  w <- sum_k n_k/n w_k
 
 State: each client keeps b_k. Bytes per client and round: the model without batch norm, down and up.
-A client starts with the batch norm of the initial network, which the global network keeps: its
-test_acc says nothing, and --client-test measures the clients' own (personal_acc). The average of
+A client starts with the batch norm of the initial network. The global network keeps that one, so
+its test_acc says nothing; --client-test measures the clients' own (personal_acc). The average of
 the paper's Algorithm 1 is the plain one, 1/K, of --weighting uniform.
 
 No published number is repeated here. On non-IID CIFAR-10:

@@ -1,6 +1,6 @@
 """FedCKA: Compare Where It Matters: Using Layer-Wise Regularization to Improve Federated Learning
 on Heterogeneous Data
-Son, Kim, Chung, Min. 2021. https://arxiv.org/abs/2112.00407
+Son, Kim, Chung. 2021. https://arxiv.org/abs/2112.00407
 
 MOON's contrast on the first M layers instead of the last, with centered kernel alignment for its
 similarity:
@@ -10,15 +10,16 @@ a_n, g_n, p_n: activations of layer n in the local, the global and the client's 
 same batch. The frozen two run no further than layer M. The stem counts as a layer, and so does each
 residual block. s is linear CKA (Eq. 3), or another --similarity-metric (extras/similarities.py).
 There is no temperature. The term is 0 until a client has a last model, and on batches under three
-samples: linear CKA is undefined at one and 1 at two. The paper has prose in place of equations;
-these are rebuilt from it.
+samples: linear CKA is undefined at one and 1 at two. The copy of the paper that we read has lost
+its equations; these are rebuilt from the prose.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 
 Measured: Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, JPEG images: 63.49 beside
 FedAvg's 63.83 and MOON's 65.84 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).
 
-FedCKA paper, Table 1, CIFAR-10, row FedCKA: 67.86. Its 100 rounds were not run here yet.
+FedCKA paper, Table 1, CIFAR-10, row FedCKA: 67.86. Its 100 rounds were not run here yet; with its
+learning rate FedAvg ends in NaN after nine (docs/fedcka.md).
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\
         --epochs 10 --batch-size 128 --lr 0.1 --no-nesterov --weight-decay 1e-5 \\
         --augment none --mu 3

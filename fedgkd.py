@@ -8,9 +8,9 @@ The KL is a mean over the batch at temperature 1, and there is none in the first
 model never counts among the last: in round 2 w~ is what the first aggregation gave, as in the
 authors' code.
 
-State: the server keeps the last M models. Bytes per client and round: two models down (one in the
-first round), one up. M is 5 and gamma/2 is 0.1, as in the authors' code; FedMLB gives gamma 0.2 and
-no M.
+State: the server keeps the last M models and their mean. Bytes per client and round: two models
+down (one in the first round), one up. M is 5 and gamma/2 is 0.1, as in the authors' code; FedMLB
+gives gamma 0.2 and no M.
 
 FedMLB paper, Table 2, row FedGKD (CIFAR-100, 100 clients, 5%). Not measured here yet.
     python fedgkd.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\

@@ -11,8 +11,8 @@ global-local: pathway m is the global blocks 1..m followed by the local ones (th
 authors' code. --server avgm, --server adam and --dyn-alpha (which needs feddyn.py) combine it with
 FedAvgM, FedADAM and FedDyn.
 
-State: none; with --dyn-alpha that of FedDyn, whose plain average it then takes, too. Bytes per
-client and round: the model down, the model up.
+State: none; with --dyn-alpha FedDyn's, and FedDyn's equal weights of clients. Bytes per client and
+round: the model down, the model up.
 
 FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%). Not measured here yet.
     python fedmlb.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\

@@ -6,7 +6,8 @@ Distillation from the global model on the classes other than the true one:
     KL_NT = KL(p~ global || p~ local),   p~ = softmax of logits / tau over the classes c != y
     --weighting-rule convex:  L = (1 - beta) CE + beta KL_NT, beta 0.3 (FedMLB's authors' FedLS-NTD)
     --weighting-rule sum:     L = CE + beta tau^2 KL_NT,      beta 1   (the NeurIPS paper, Eq. 5)
-mean over the batch; tau 1; the teacher is the frozen global model of the round's start.
+mean over the batch; tau 1 (tau^2 is of the authors' code); the teacher is the frozen global model
+of the round's start.
 
 State: none beyond the global model during training. Bytes per client and round: the model down, the
 model up.

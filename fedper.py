@@ -5,8 +5,8 @@ FedAvg of all blocks but the last. Client k trains its own last block v_k, which
     min_{w, v_k}  F_k(w, v_k),   then  w <- sum_k n_k/n w_k
 
 State: each client keeps v_k. Bytes per client and round: the other blocks down, the other blocks
-up. A client starts with the last block of the initial network, which the global network keeps: its
-test_acc says nothing, and --client-test measures the clients' own (personal_acc). The paper also
+up. A client starts with the last block of the initial network. The global network keeps that one,
+so its test_acc says nothing; --client-test measures the clients' own (personal_acc). The paper also
 keeps several last blocks; here it is the classifier alone.
 
 No published number is repeated here. On non-IID CIFAR-10:

@@ -10,8 +10,8 @@ the other widths are uniform between it and 1, as in the authors' code; with --w
 random, as in the paper's text. Batch norm in a sub-network uses the batch's own statistics.
 
 State: none. Bytes per client and round: the model down, the model up.
-mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Sec. 4). Networks that flatten
-their feature maps are given images resized down and back up.
+mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Secs. 3.2 and 4), 1 for more.
+Networks that flatten their feature maps are given images resized down and back up.
 
 FedAlign paper, Table 5, row GradAug (n = 2): 57.0 +- 0.1. Not measured here yet.
     python gradaug.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\

@@ -12,9 +12,9 @@ client has a last round.
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 The frozen networks are in eval mode, as in the MOON authors' code. With --frozen-mode train they
 are in train mode, as in FedAlign's code: their batch norm uses the batch's statistics. That moves
-their running statistics, which nothing reads. FedAlign's code gives a client that was never sampled
-a last model too: the initial global one, after round 1 the one that round 1 ended with. Its term
-acts from round 3 on; ours stays 0. MOON's code can keep several last models; we keep one, its
+their running statistics, which nothing reads. Both codes give a client that was never sampled a
+last model too: MOON's a random network, FedAlign's the initial global one, after round 1 the one
+that round 1 ended with. Ours has none. MOON's code can keep several last models; we keep one, its
 default. cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
 
 Measured: FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 10, JPEG images:

@@ -21,7 +21,8 @@ and calls it a drawback that delta_j is of a local model (Theorem 2 bounds the e
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
 up; of deltas N d down and d up (rfedavg), or d down and d up (rfedavg+), which bytes_delta counts.
-If clients are sampled, rfedavg+ sends the new model down once more.
+If clients are sampled, rfedavg+ sends the new model down once more. Table III counts sampled
+clients, not N.
 
 Measured: Table II, MNIST, similarity 0%, row rFedAvg: 94.74 +- 0.19, published 94.66 +- 0.40 (n=1,
 AMD EPYC, 1 core, commit 0685ca6; docs/results.md).

@@ -5,9 +5,9 @@ rFedAvg+ (rfedavg.py) whose clients clip their mean features delta_k to norm C a
 noise before they send them:
     L = F_k + lambda ||phi - 1/(N-1) sum_(j != k) delta_j||^2                          (Algorithm 2)
     delta_k <- delta_k min(1, C / ||delta_k||) + 1/B N(0, sigma^2 C^2 I)                   (Fig. 12)
-B is the batch size. The paper leaves C open. Neither the paper nor this script accounts for a
-privacy budget. The authors' code adds N(0, sigma^2 / B I) once a round to the mean of the deltas,
-without clipping.
+B is the batch size. The paper leaves C open, and Fig. 12's setting. Neither the paper nor this
+script accounts for a privacy budget. The authors' code adds N(0, sigma^2 / B I) once a round to the
+mean of the deltas, without clipping.
 
 State and bytes: as rFedAvg+, without a bytes_delta.
 

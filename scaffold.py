@@ -11,15 +11,15 @@ alpha_k is n_k/n, as in NIID-Bench; with --weighting uniform 1/|S|, as in the pa
 statistics are averaged and not corrected. With momentum there are two ways to correct:
     --correction step      after the optimizer's step, v <- v - lr (c - c_k), out of its buffer
                            (NIID-Bench)
-    --correction gradient  in the gradient. K becomes (K - m (1 - m^K)/(1 - m)) / (1 - m), the sum
-                           of the weights that momentum m gives a gradient; m^2 for the first m with
-                           Nesterov's (FedNTD's code)
+    --correction gradient  in the gradient. K becomes (K - m (1 - m^K)/(1 - m)) / (1 - m), what
+                           momentum m makes of K gradients of 1 (FedNTD's code); with Nesterov's the
+                           first m is m^2
 Option I's c_k is a gradient, which momentum has not scaled, so its correction goes into the
 gradient. By default it is step for option II with momentum or RMSProp, else gradient.
 
 State: c_k at each client, c at the server. Bytes per client and round: the model and c down, the
-model and c_k+ - c_k up. SCAFFOLD in rFedAvg's code never changes the model, so the rows for it in
-rFedAvg's tables are FedAvg's.
+model and c_k+ - c_k up. In rFedAvg's public code the correction never reaches the model, which is
+FedAvg's. Some cells for SCAFFOLD in its tables equal FedAvg's, others do not.
 
 Measured: on MNIST, ten clients of two to seven digits, 96.75 +- 0.35 beside FedAvg's 95.21 +- 0.69
 (n=3, AMD EPYC, 2 cores, commit 6a96d7b; docs/demonstration.md), gradients clipped at norm 1. In

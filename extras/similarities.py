@@ -1,9 +1,9 @@
 """Similarities of two layers' activations that FedCKA is compared with (its Table 3).
 
 Each takes a, b, (..., batch, features) each, and returns numbers, (...), that are larger for more
-similar ones. The paper gives neither the bandwidth of kernel CKA (here: the median squared
-distance) nor the formulas of the Frobenius and cosine similarities (here: minus the mean squared
-difference; the cosine of the flattened activations).
+similar ones. The copy of the paper that we read has neither the bandwidth of kernel CKA (here: the
+median squared distance) nor the formulas of the Frobenius and cosine similarities (here: minus the
+mean squared difference; the cosine of the flattened activations).
 """
 
 import torch
