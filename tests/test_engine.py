@@ -123,6 +123,19 @@ def test_a_report_may_be_a_tensor_or_of_numpy(tmp_path):
     assert (row["a"], row["b"], row["c"]) == (2.5, 3, 0.5)
 
 
+def test_a_report_names_no_column_of_the_rows():
+    def aggregate(net, received, server, args):
+        server["report"] = {"test_acc": 1.0}
+
+    with pytest.raises(common.UserError, match="has a 'test_acc' already"):
+        common.run(flags("--local-steps", "1", "--plain"), fedavg.local_update, aggregate)
+
+
+def test_a_tuple_stays_one():
+    tree = common.tree_map(torch.neg, {"a": (torch.ones(1), [1, (2,)])})
+    assert tree == {"a": (-torch.ones(1), [1, (2,)])} and type(tree["a"]) is tuple
+
+
 def test_weights_of_clients_without_training():
     """Of 3, 8 and 5 samples in full batches of 4 there are none, 8 and 4."""
     clients = [common.Client(k, np.arange(n)) for k, n in enumerate((3, 8, 5))]

@@ -265,6 +265,7 @@ def test_folder_with_clients(tmp_path):
 # --- what does not fit
 
 X, Y, W = torch.zeros(6, 4), torch.arange(6) % 3, np.arange(80) % 4
+B = X.byte()
 GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
 NATURAL = flags("--partition", "natural")
 
@@ -285,6 +286,11 @@ def of_writers(**fields):
         (lambda: common.Data(X / 0, Y, X, Y, 3), "x holds NaN or infinity, as in [0]"),
         (lambda: common.Data(X, Y, X, Y, 3, x_val=X, y_val=Y + 1), "x_val are torch.int64 from 1"),
         (lambda: common.Data(X, Y, X, Y, 3, mean=(0.5,)), "mean and std are of uint8"),
+        (lambda: common.Data(B, Y, B, Y, 3, mean=[127.0] * 4), "mean must be of pixels in [0, 1]"),
+        (
+            lambda: common.Data(B, Y, B, Y, 3, std=[0.5]),
+            "std must be of pixels in [0, 1], a number",
+        ),
         (lambda: common.Data(X, Y, X, Y, 3, writers=W[:5]), "data: writers must name or number"),
         (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or all be"),
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),

@@ -101,6 +101,7 @@ FLAGS = """
 --lr 1e39 | --lr; at most 3.4
 --augment crop,spin | --augment; rotateDEGREES
 --augment crop,reflect-crop | --augment; crop or reflect-crop
+--augment rotate10,rotate20 | --augment; rotate10,rotate20
 --workers many | --workers
 --device cuda | --device; no GPU
 --rounds NINES | --rounds; at most

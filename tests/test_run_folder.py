@@ -142,13 +142,13 @@ def test_more_rounds_and_another_interval(tmp_path):
     out = tmp_path / "cut"
     words = [*TINY, "--rounds", "4", "--persist-opt", "--checkpoint-every", "2"]
     fedavg.main([*words, "--rounds", "1", "--out", str(out)])
-    killed_in(3, resumed(out, "--rounds", 4, "--checkpoint-every", 1))
+    killed_in(3, resumed(out, "--rounds", 4, "--checkpoint-every", 1, "--save-clients"))
     found = config_of(out)["flags"]
     assert (rounds_in(out), found["rounds"], found["checkpoint_every"]) == (2, 4, 1)
     killed_in(4, resumed(out))
     assert rounds_in(out) == 3
     fedavg.main(resumed(out, "--quiet"))
-    fedavg.main([*words, "--out", str(tmp_path / "whole")])
+    fedavg.main([*words, "--save-clients", "--out", str(tmp_path / "whole")])
     assert_equal_runs(tmp_path / "whole", out)
     before = contents(out)
     fedavg.main(resumed(out, "--quiet"))  # nothing left to do

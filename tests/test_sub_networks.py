@@ -106,6 +106,13 @@ def test_at_width_takes_any_batch_norm():
     assert torch.allclose(common.at_width(net, x, 0.5), whole[:, : 8 * 4])
 
 
+@pytest.mark.parametrize("between, inputs", [(nn.GLU(), 32), (nn.ConstantPad1d((0, 81), 0), 145)])
+def test_at_width_one_with_other_layers_between(between, inputs):
+    net = nn.Sequential(nn.Linear(12, 64), between, nn.Linear(inputs, 8))
+    x = torch.randn(4, 12)
+    assert torch.equal(common.at_width(net, x, 1.0), net(x))
+
+
 def test_bypasses():
     """Fire modules 3, 5 and 7 add their input, as do the 2 + 2 + 3 + 2 + 2 - 1 units of MobileNet
     that keep size and width."""

@@ -195,7 +195,7 @@ class Virtual(torch.Tensor):
         tensors = common.tensors_in((args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
         check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
-        inner_args, inner_kwargs = mapped(held, args), mapped(held, kwargs)
+        inner_args, inner_kwargs = common.tree_map(held, args), common.tree_map(held, kwargs)
         if gpu.capture:
             gpu.capture.before([t.held for t in ours])
             gpu.capture.constants |= {key(t) for t in tensors if not isinstance(t, Virtual)}
@@ -211,7 +211,7 @@ class Virtual(torch.Tensor):
             first = first[0]
         if operator in COPIES and torch.is_tensor(first) and not isinstance(first, Virtual):
             return args[0]  # to the CPU
-        new = mapped(Virtual, out)
+        new = common.tree_map(Virtual, out)
         fresh = [t.block for t in common.tensors_in(new) if not t.block.written]
         use([], fresh if computes else [], operator.__name__)
         aliases = any(returned.alias_info for returned in func._schema.returns)
@@ -220,12 +220,6 @@ class Virtual(torch.Tensor):
 
 def held(tensor):
     return tensor.held if isinstance(tensor, Virtual) else tensor
-
-
-def mapped(f, tree):
-    """Return common.tree_map(f, tree), in which tuples stay tuples."""
-    new = common.tree_map(f, tree)
-    return tuple(new) if isinstance(tree, tuple) else new
 
 
 def mutated(func, args, kwargs):
@@ -315,7 +309,7 @@ class Devices(TorchFunctionMode):
         on_gpu = torch.device(device).type == "cuda"
         if func in (torch.tensor, torch.as_tensor) and isinstance(first, torch.Tensor):
             return moved(first, torch.device(device))
-        args = mapped(held, args)
+        args = common.tree_map(held, args)
         out = func(*args, **kwargs | {"device": "cpu"})
         if not on_gpu:
             return out
