@@ -459,7 +459,7 @@ class RunFolder:
             rounds = len(read_rows(self.out, self.config))
             if rounds > flags["checkpoint_every"] or (self.out / "model.pt").exists():
                 raise UserError(f"{path}: missing, though metrics.jsonl has {rounds} rounds")
-        for flag in ("rounds", "checkpoint_every", "save_clients", "data_dir"):  # the next one's
+        for flag in ("rounds", "checkpoint_every", "save_clients"):  # by which the next resume goes
             flags[flag] = getattr(self.args, flag)
         self.config.pop("stopped", None)  # by on_round
 

@@ -127,7 +127,7 @@ def test_a_report_names_no_column_of_the_rows():
     def aggregate(net, received, server, args):
         server["report"] = {"test_acc": 1.0}
 
-    with pytest.raises(common.UserError, match="has a 'test_acc' already"):
+    with pytest.raises(common.UserError, match="have a 'test_acc' of their own"):
         common.run(flags("--local-steps", "1", "--plain"), fedavg.local_update, aggregate)
 
 

@@ -287,10 +287,8 @@ def of_writers(**fields):
         (lambda: common.Data(X, Y, X, Y, 3, x_val=X, y_val=Y + 1), "x_val are torch.int64 from 1"),
         (lambda: common.Data(X, Y, X, Y, 3, mean=(0.5,)), "mean and std are of uint8"),
         (lambda: common.Data(B, Y, B, Y, 3, mean=[127.0] * 4), "mean must be of pixels in [0, 1]"),
-        (
-            lambda: common.Data(B, Y, B, Y, 3, std=[0.5]),
-            "std must be of pixels in [0, 1], a number",
-        ),
+        (lambda: common.Data(B, Y, B, Y, 3, std=[0.5] * 2), "a channel, not [0.5, 0.5]"),
+        (lambda: common.Data(B, Y, B, Y, 3, std=[0, 0.5, 0.5, 0.5]), "std must be of pixels in"),
         (lambda: common.Data(X, Y, X, Y, 3, writers=W[:5]), "data: writers must name or number"),
         (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or all be"),
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),

@@ -108,7 +108,8 @@ def test_at_width_takes_any_batch_norm():
 
 @pytest.mark.parametrize("between, inputs", [(nn.GLU(), 32), (nn.ConstantPad1d((0, 81), 0), 145)])
 def test_at_width_one_with_other_layers_between(between, inputs):
-    net = nn.Sequential(nn.Linear(12, 64), between, nn.Linear(inputs, 8))
+    norm = nn.BatchNorm1d(inputs, track_running_stats=False)
+    net = nn.Sequential(nn.Linear(12, 64), between, norm, nn.Linear(inputs, 8))
     x = torch.randn(4, 12)
     assert torch.equal(common.at_width(net, x, 1.0), net(x))
 
