@@ -11,7 +11,7 @@ is not known. The authors' code does three things that this script does not:
     it sends the raw features of the batch, not their mean
     it measures at the start of a round, so that its first round has the term too, with features of
     random networks (rfedavg: a client's first round, whenever that is)
-    rfedavg+ so measures all clients of a round by its global network; here by that of the last
+    rfedavg+ thus measures all clients of a round by its global network; here by that of the last
     round that each took part in, which is the same where all take part in each
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
