@@ -7,12 +7,12 @@ rFedAvg and rFedAvg+ (rfedavg.py) with other deltas:
     rfedavg+:  r_k = ||phi - mean_j delta_j||^2, k included
 delta_j is the mean feature of one random batch of client j, of the last round it took part in. Only
 clients sampled in this round count. Whether Tables I and II are of this reading or of rfedavg.py's
-is not known. The authors' code does three things that this script does not:
+is not known. The authors' code does two things that this script does not:
     it sends the raw features of the batch, not their mean
-    it measures at the start of a round, so that its first round has the term too, with features of
-    random networks (rfedavg: a client's first round, whenever that is)
-    rfedavg+ thus measures all clients of a round by its global network; here by that of the last
-    round that each took part in, which is the same where all take part in each
+    it measures at the start of a round, not at the end of the last. So its first round has the term
+    too, with features of random networks (rfedavg: a client's first round, whenever that is), and
+    rfedavg+ measures all clients of a round by one network. Ours measures each by the network of
+    the last round that it took part in, which is the same if all take part in each round
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
 up; of deltas (|S| - 1) d down, those of the others, and d up (rfedavg), or d down and d up
