@@ -3,7 +3,7 @@ Li, Hu, Beirami, Smith. ICML 2021. https://arxiv.org/abs/2012.04221
 
 FedAvg, and beside it a network v_k of each client's own, held near the global weights w:
     min_v  F_k(v) + lambda/2 ||v - w||^2                                                     (Eq. 2)
-On each batch, after which the global network takes its step too,
+On each batch, before FedAvg's step on it,
     v_k <- v_k - lr (grad F_k(v_k) + lambda (v_k - w))                                 (Algorithm 1)
 lambda 0 is training alone; the global network is FedAvg's for every lambda.
 

@@ -4,8 +4,8 @@ Mendieta, Yang, Wang, Lee, Ding, Chen. CVPR 2022. https://arxiv.org/abs/2111.142
 FedAvg with a local loss that aligns the Lipschitz constants of the network's last block L at full
 and at reduced width:
     L_FA = CE + mu L_Lip(K_S, K_F),   L_Lip = mean squared error over the batch              (Eq. 5)
-    K = spectral norm of a sample's transmitting matrix X, by power iteration on X X'
-    X_F = f_(L-1)' f_L,   X_S = f_(L-1)' f_L^S                                          (Eqs. 6, 7)
+    K = spectral norm of a sample's transmitting matrix X, by power iteration on X X^T
+    X_F = f_(L-1)^T f_L,   X_S = f_(L-1)^T f_L^S                                        (Eqs. 6, 7)
 f_(L-1) and f_L are the feature maps into and out of block L; f_L^S comes out of the same block at
 width omega_S, run on the leading channels of f_(L-1). K_F and f_(L-1) are constants, so L_Lip
 trains the weights of the sub-block alone.
@@ -13,8 +13,9 @@ trains the weights of the sub-block alone.
 State: none. Bytes per client and round: the model down, the model up.
 Block L is the last block with a convolution: stage 3 of ResNet56, stage 4 of ResNet18, the last
 convolution of a plain CNN. As the authors' code, and unlike the paper's text:
+    X is divided by H W, the positions of f_L, to which f_(L-1) is average-pooled
     L_Lip is scaled by CE / L_Lip, a constant, so that the second term's value is mu CE; with
-        --lip-scale none it is Eq. 5 as printed
+        --lip-scale none it is not (Eq. 5)
     X_S is made of the leading channels of f_(L-1); with --lip-input full of all (Eq. 7)
     the gradient norm is clipped at 10 (--clip)
 Their code runs two backward passes; ours runs one on the sum.
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 
 
 def transmitting_matrix(h_in, h_out):
-    """Return X = 1/(HW) sum_p a_p b_p' of each sample, (batch, c_in, c_out).
+    """Return X = 1/(HW) sum_p a_p b_p^T of each sample, (batch, c_in, c_out).
 
     a: h_in, (batch, c_in, ., .), average-pooled to the H x W positions p of b: h_out, (batch,
     c_out, H, W)."""
@@ -45,7 +46,7 @@ def transmitting_matrix(h_in, h_out):
 def spectral_norm(t, iterations=10):
     """Return the largest singular value, (batch,), of each matrix of t, (batch, rows, columns).
 
-    By power iteration on T T' from ones."""
+    By power iteration on T T^T from ones."""
     scale = t.detach().abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
     t = t / scale  # so that no square over- or underflows
     v = t.new_ones(*t.shape[:2], 1)  # (batch, rows, 1)
@@ -53,7 +54,7 @@ def spectral_norm(t, iterations=10):
         v = t @ (t.transpose(1, 2) @ v)
         norm = v.square().sum(1, keepdim=True).clamp(min=1e-30).sqrt()  # dead features: zeros
         v = v / norm
-    return (scale * norm.sqrt()).flatten()  # the last norm is lambda_max(T T')
+    return (scale * norm.sqrt()).flatten()  # the last norm is lambda_max(T T^T)
 
 
 def last_block(net):

@@ -1,11 +1,11 @@
 """FedAvg: Communication-Efficient Learning of Deep Networks from Decentralized Data
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. https://arxiv.org/abs/1602.05629
 
-In each round every sampled client k starts at the global weights w and runs E epochs of SGD on its
-loss
-    F_k(w) = 1/n_k sum_i CE(f(x_i; w), y_i)                              (Algorithm 1, ClientUpdate)
+In each round every sampled client k starts at the global weights, v = w, and runs E epochs of SGD
+on its loss, which end at v = w_k (Algorithm 1, ClientUpdate):
+    F_k(v) = 1/n_k sum_i CE(f(x_i; v), y_i)
 The server averages what comes back; n counts the samples of the sampled clients:
-    w <- sum_k n_k/n w_k                                                               (Algorithm 1)
+    w <- sum_k alpha_k w_k,   alpha_k = n_k/n                                          (Algorithm 1)
 
 State: none. Bytes per client and round: the model down, the model up. Batch-norm statistics are
 averaged with the weights. Momentum starts at zero in every round; --persist-opt keeps it per

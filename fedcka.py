@@ -9,7 +9,7 @@ similarity:
 a_n, g_n, p_n: activations of layer n in the local, the global and the client's last model on the
 same batch. The frozen two run no further than layer M. The stem counts as a layer, and so does each
 residual block. s is linear CKA (Eq. 3), or another --similarity-metric (extras/similarities.py).
-There is no temperature. The term is 0 until a client has a last model, and on batches under three
+There is no temperature. The term is 0 in a client's first round, and on batches under three
 samples: linear CKA is undefined at one and 1 at two. The copy of the paper that we read has lost
 its equations; these are rebuilt from the prose.
 

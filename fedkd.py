@@ -1,4 +1,4 @@
-"""FedKD: FedAvg with distillation from the global model's logits (FedAvg+KD)
+"""FedAvg+KD: distillation from the global model's logits (not FedKD of Wu et al., 2022)
 A baseline of FedMLB: Kim, Kim, Han. Multi-Level Branched Regularization for Federated Learning.
 ICML 2022. https://arxiv.org/abs/2207.06936 After Hinton, Vinyals, Dean. Distilling the Knowledge in
 a Neural Network. 2015. https://arxiv.org/abs/1503.02531
@@ -10,7 +10,7 @@ FedMLB's text gives no formula and no weight; they are those of its Flower repro
 State: none beyond the global model during training. Bytes per client and round: the model down, the
 model up.
 
-FedMLB paper, Table 2, row FedAvg + KD (CIFAR-100, 100 clients, 5%). Not measured here yet.
+FedMLB paper, Table 2, row FedAvg + KD (CIFAR-100, 100 clients, 5%): 49.17. Not measured here yet.
     python fedkd.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\
         --clients 100 --sample 0.05 --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 \\
         --lr-decay 0.998 --momentum 0 --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip \\

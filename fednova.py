@@ -2,7 +2,8 @@
 Wang, Liu, Liang, Joshi, Poor. NeurIPS 2020. https://arxiv.org/abs/2007.07481
 
 Clients of many local steps pull the average towards their own optimum. FedNova divides each
-client's change by the weight a_k of its steps, and multiplies the mean by the mean a_k:
+client's change by a_k, the weight of its steps (the paper's ||a_k||_1), and multiplies the mean by
+the mean a_k:
     w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k,   alpha_k = n_k/n
 For K steps with momentum m, which starts at zero,
     a_k = (K - m (1 - m^K)/(1 - m)) / (1 - m)

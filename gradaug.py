@@ -3,11 +3,12 @@ Yang, Zhu, Chen. NeurIPS 2020. https://arxiv.org/abs/2006.07989
 
 FedAvg with n narrow sub-networks that learn the full network's logits from images of another
 resolution (FedAlign paper):
-    L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(w_i)(T_i(x)))                   (Eq. 2)
+    L = CE(F(x), y) + mu sum_i KL(softmax F(x) || softmax F^(omega_i)(T_i(x)))               (Eq. 2)
 The full network's logits are constants in the KL terms. Each network's backward pass adds to the
-gradients, and one optimizer step follows. T_i resizes to a random resolution. w_1 is --min-width,
-the other widths are uniform between it and 1, as in the authors' code; with --widths paper all are
-random, as in the paper's text. Batch norm in a sub-network uses the batch's own statistics.
+gradients, and one optimizer step follows. T_i resizes to a random resolution. omega_1 is
+--min-width, the other widths are uniform between it and 1, as in the authors' code; with --widths
+paper all are random, as in the paper's text. Batch norm in a sub-network uses the batch's own
+statistics.
 
 State: none. Bytes per client and round: the model down, the model up.
 mu by default: 2, 1.75, 1.5, 1.25 for n = 1, 2, 3, 4 (FedAlign paper, Secs. 3.2 and 4), 1 for more.

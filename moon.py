@@ -6,8 +6,8 @@ z_glob, and away from those of its own model of the last round it took part in, 
 batch:
     L = CE + mu l_con                                                                        (Eq. 4)
     l_con = -log[e^(cos(z, z_glob)/tau) / (e^(cos(z, z_glob)/tau) + e^(cos(z, z_prev)/tau))] (Eq. 3)
-z: output of a projection head before the classifier, which works on it too. The term is 0 until a
-client has a last round.
+z: output of a projection head before the classifier, which reads it too. The term is 0 in a
+client's first round.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 The frozen networks are in eval mode, as in the MOON authors' code. With --frozen-mode train they
@@ -15,7 +15,8 @@ are in train mode, as in FedAlign's code: their batch norm uses the batch's stat
 their running statistics, which nothing reads. Both codes give a client that was never sampled a
 last model too: MOON's a random network, FedAlign's the initial global one, after round 1 the one
 that round 1 ended with. Ours has none. MOON's code can keep several last models; we keep one, its
-default. cnn and cnn-moon have the head built in, so --projection is 0 for them unless given.
+default. --projection is 0 by default for cnn and cnn-moon, which have the head built in, and 256
+for all others: mu 0 is FedAvg with the same --projection.
 
 Measured: FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 10, JPEG images:
 65.84 beside FedAvg's 63.83 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).

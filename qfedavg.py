@@ -1,4 +1,4 @@
-"""qFedAvg: Fair Resource Allocation in Federated Learning
+"""q-FedAvg: Fair Resource Allocation in Federated Learning
 Li, Sanjabi, Beirami, Smith. ICLR 2020. https://arxiv.org/abs/1905.10497
 
 FedAvg whose server weighs clients by their loss F_k at w, to even out their accuracies (Algorithm

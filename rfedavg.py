@@ -4,14 +4,14 @@ Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023. https://doi.org/10.1109/ICDE
 FedAvg with a term that draws the mean feature of a client's batch, phi, towards the mean features
 delta_j of others:
     L = F_k + lambda r_k
-    rfedavg:   r_k = 1/(N-1) sum_(j != k) ||phi - delta_j||^2                  (Eq. 5, Algorithm 1)
-    rfedavg+:  r_k = ||phi - 1/(N-1) sum_(j != k) delta_j||^2                          (Algorithm 2)
+    rfedavg:   r_k = mean_(j != k) ||phi - delta_j||^2              (Eq. 5; Sec. IV-B has the sum)
+    rfedavg+:  r_k = ||phi - mean_(j != k) delta_j||^2                                 (Algorithm 2)
 Features are what the classifier reads. delta_j is a constant, the mean feature over all data of
 client j, by another network in each variant:
     rfedavg    client j's own, at the end of its last round
     rfedavg+   the new global one, in a second synchronisation of each round
-The sums are over clients that have a delta; without another client's, r_k is 0. For the same deltas
-both variants have the same gradient. rfedavg_dp.py adds noise to the deltas (Fig. 12);
+The means are over clients that have a delta; without another client's, r_k is 0. For the same
+deltas both variants have the same gradient. rfedavg_dp.py adds noise to the deltas (Fig. 12);
 rfedavg_code.py is the reading of the authors' code. Which of the two made Tables I and II is not
 known.
 
@@ -20,9 +20,9 @@ at the client's final weights, because the text says so: it sends delta_j "after
 and calls it a drawback that delta_j is of a local model (Theorem 2 bounds the effect).
 
 State: the server keeps the delta of every client. Bytes per client and round: the model down and
-up; of deltas N d down and d up (rfedavg), or d down and d up (rfedavg+), which bytes_delta counts.
-If clients are sampled, rfedavg+ sends the new model down once more. Table III counts sampled
-clients, not N.
+up; of deltas N d down, N all clients, and d up (rfedavg), or d down and d up (rfedavg+), which
+bytes_delta counts. If clients are sampled, rfedavg+ sends the new model down once more. Table III
+counts sampled clients, not N.
 
 Measured: Table II, MNIST, similarity 0%, row rFedAvg: 94.74 +- 0.19, published 94.66 +- 0.40 (n=1,
 AMD EPYC, 1 core, commit 0685ca6; docs/results.md).

@@ -19,7 +19,8 @@ up; of deltas (|S| - 1) d down, those of the others, and d up (rfedavg), or d do
 (rfedavg+), which bytes_delta counts. If clients are sampled, rfedavg+ sends the new model down once
 more.
 
-rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%. Not measured here yet.
+rFedAvg paper, Table I, CIFAR-10, row rFedAvg+, cross-silo, similarity 0%: 47.41 +- 0.32.
+Not measured here yet.
     python rfedavg_code.py --dataset cifar10 --image-size 28 --normalise half --model cnn-mcmahan \\
         --partition similarity --similarity 0 --clients 20 --rounds 200 --epochs 5 \\
         --batch-size 100 --lr 0.1 --momentum 0 --weight-decay 0 --augment none --drop-last \\

@@ -3,11 +3,11 @@ Wang, Tong, Zhou, Zhang, Pan, Fan, Yang. ICDE 2023. https://doi.org/10.1109/ICDE
 
 rFedAvg+ (rfedavg.py) whose clients clip their mean features delta_k to norm C and add Gaussian
 noise before they send them:
-    L = F_k + lambda ||phi - 1/(N-1) sum_(j != k) delta_j||^2                          (Algorithm 2)
-    delta_k <- delta_k min(1, C / ||delta_k||) + 1/B N(0, sigma^2 C^2 I)                   (Fig. 12)
-B is the batch size. The paper leaves C open, and Fig. 12's setting. Neither the paper nor this
-script accounts for a privacy budget. The authors' code adds N(0, sigma^2 / B I) once a round to the
-mean of the deltas, without clipping.
+    L = F_k + lambda ||phi - mean_(j != k) delta_j||^2                                 (Algorithm 2)
+    delta_k <- delta_k min(1, C / ||delta_k||) + 1/B N(0, sigma^2 C^2 I)              (Sec. VI-B.8)
+B is the batch size. The paper writes the noise alone, calls C the clipping constant, and leaves its
+value and Fig. 12's setting open. Neither the paper nor this script accounts for a privacy budget.
+The authors' code adds N(0, sigma^2 / B I) once a round to the mean of the deltas, without clipping.
 
 State and bytes: as rFedAvg+, without a bytes_delta.
 

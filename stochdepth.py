@@ -2,13 +2,14 @@
 Huang, Sun, Liu, Sedra, Weinberger. ECCV 2016. https://arxiv.org/abs/1603.09382
 
 FedAvg on a network whose residual block l of L is skipped at random in training (FedAlign paper,
-Sec. 3.1). b is drawn once a block and batch:
+Sec. 3.1):
     train: relu(b F(x) + I(x)), b ~ Bernoulli(rho_l);   test: relu(rho_l F(x) + I(x))
     rho_l = 1 - l/L (1 - rho_L)
-A block that is skipped keeps its batch-norm statistics and gets a gradient of zero.
+b is drawn once a block and batch. A block that is skipped keeps its batch-norm statistics and gets
+a gradient of zero.
 
 State: none. Bytes per client and round: the model down, the model up.
-By the line above, the default, the first block too is skipped at times. With --rule code rho_l
+By this rho_l, the default, the first block too is skipped at times. With --rule code rho_l
 falls from 1 at the first block to rho_L at the last, as in FedAlign's code.
 
 FedAlign paper, Table 5, row StochDepth: 55.5 +- 0.2. Not measured here yet.
