@@ -100,13 +100,9 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     parser.set_defaults(clip=10.0)
-    add, width = parser.add_argument, common.number(float, 0, 1, open_low=True)
-    add(
-        "--mu",
-        type=common.number(float, 0),
-        default=0.45,
-        help="of L_Lip; 0 (and --clip 0) is FedAvg",
-    )
+    add, weight = parser.add_argument, common.number(float, 0)
+    width = common.number(float, 0, 1, open_low=True)
+    add("--mu", type=weight, default=0.45, help="of L_Lip; 0 (and --clip 0) is FedAvg")
     add("--width", type=width, default=0.25, help="omega_S; at 1 L_Lip vanishes")
     add("--lip-scale", default="ce", choices=["ce", "none"], help="factor on L_Lip, see above")
     add("--lip-input", default="slim", choices=["slim", "full"], help="channels of X_S, see above")

@@ -27,7 +27,7 @@ def norms(net):
     return {name: v for name, v in net.state_dict().items() if name.rpartition(".")[0] in layers}
 
 
-def adapt(net, args):
+def check(net, args):
     if not norms(net):
         raise common.UserError(f"--model {args.model}: no batch norm to keep; use a resnet")
 
@@ -59,7 +59,7 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     args = parser.parse_args(argv)
-    return run(args, local_update, aggregate, adapt=adapt)
+    return run(args, local_update, aggregate, adapt=check)
 
 
 if __name__ == "__main__":

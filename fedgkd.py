@@ -61,7 +61,7 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     add = parser.add_argument
-    add("--gamma", type=common.number(float, 0), default=0.2, help="of the KL, twice; 0 is FedAvg")
+    add("--gamma", type=common.number(float, 0), default=0.2, help="2 x KL's weight; 0 is FedAvg")
     add("--buffer", type=common.number(int, 1), default=5, help="M, global models in the average")
     args = parser.parse_args(argv)
     return run(args, local_update, aggregate)

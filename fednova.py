@@ -54,8 +54,7 @@ def local_update(worker, client, server, args):
 
     yield step
     a = weight_of_steps(len(worker.sizes), args.momentum, args.nesterov)  # 0 without a step
-    with torch.no_grad():
-        drift = torch._foreach_sub(list(net.parameters()), w)
+    drift = torch._foreach_sub(list(net.parameters()), w)
     drift = torch._foreach_mul(drift, client.weight / max(a, 1))  # a of any step is 1 at least
     client.sum("d", drift, sent=False)  # w_k is sent anyway
     client.sum("a", torch.tensor(client.weight * a, dtype=torch.float64))

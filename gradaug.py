@@ -56,21 +56,21 @@ def resize(x, resolution, back):
     return F.interpolate(small, x.shape[2:], mode="bilinear", align_corners=True) if back else small
 
 
-def widths_of(net):
+def channels_of(net):
     """Return the different numbers of channels in net's layers, the classifier aside."""
     layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    widths = {m.weight.shape[0] for m in layers if not isinstance(m, common.Classifier)}
-    return tuple(sorted(widths))
+    channels = {m.weight.shape[0] for m in layers if not isinstance(m, common.Classifier)}
+    return tuple(sorted(channels))
 
 
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     size = worker.data.image_size
-    eighths = [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
+    usual = [224, 192, 160, 128] if size == 224 else [size * i // 8 for i in (8, 7, 6, 5)]
     back = not any(isinstance(m, nn.AdaptiveAvgPool2d) for m in net.modules())
     if args.mu:
-        rng, steps, sizes = worker.rng("shapes"), len(worker.sizes), args.resolutions or eighths
-        worker.variants = draw_variants(rng, steps, args, widths_of(net), sizes)
+        rng, steps, pixels = worker.rng("shapes"), len(worker.sizes), args.resolutions or usual
+        worker.variants = draw_variants(rng, steps, args, channels_of(net), pixels)
 
     def step(x, y):
         loss, teacher = worker.segment(full, x, y)

@@ -30,7 +30,8 @@ def local_update(worker, client, server, args):
     worker.draw("order", lambda rng, steps: rng.random((steps, args.batch_size)))
 
     def step(x, y):
-        b, j = worker.drawn("beta"), worker.drawn("order")[: len(x)].argsort()
+        b = worker.drawn("beta")
+        j = worker.drawn("order")[: len(x)].argsort()  # a random permutation
         out = net(b * x + (1 - b) * x[j])
         loss = b * F.cross_entropy(out, y) + (1 - b) * F.cross_entropy(out, y[j])
         opt.zero_grad()
@@ -43,9 +44,8 @@ def local_update(worker, client, server, args):
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--gamma", type=common.number(float, 0), default=0.1, help="of Beta; 0 is FedAvg"
-    )
+    weight = common.number(float, 0)
+    parser.add_argument("--gamma", type=weight, default=0.1, help="of Beta; 0 is FedAvg")
     args = parser.parse_args(argv)
     return run(args, local_update)
 

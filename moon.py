@@ -65,13 +65,10 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     parser.set_defaults(projection=None)
-    positive = common.number(float, 0, open_low=True)
-    parser.add_argument(
-        "--mu", type=common.number(float, 0), default=1.0, help="of the contrast; 0 is FedAvg"
-    )
-    parser.add_argument("--temperature", type=positive, default=0.5, help="tau")
-    modes = ["eval", "train"]
-    parser.add_argument("--frozen-mode", default="eval", choices=modes, help="see above")
+    add, positive = parser.add_argument, common.number(float, 0, open_low=True)
+    add("--mu", type=common.number(float, 0), default=1.0, help="of the contrast; 0 is FedAvg")
+    add("--temperature", type=positive, default=0.5, help="tau")
+    add("--frozen-mode", default="eval", choices=["eval", "train"], help="see above")
     args = parser.parse_args(argv)
     if args.projection is None:
         args.projection = 0 if args.model in ("cnn", "cnn-moon") else 256

@@ -40,19 +40,18 @@ def weighed_update(w, w_k, loss, args, lr):
     """Return D_k, a list like w, and h_k (Algorithm 2)."""
     lipschitz = args.lipschitz if args.h == "rfedavg" else 1 / lr
     update = [lipschitz * (a - b).double() for a, b in zip(w, w_k)]
-    norm = sum(v.square().sum() for v in update)
+    square = sum(d.square().sum() for d in update)
     if args.h == "rfedavg":
-        norm = norm * loss ** (2 * args.q)
-    h = args.q * loss ** (args.q - 1) * norm + lipschitz * loss**args.q
-    return [loss**args.q * v for v in update], h
+        square = square * loss ** (2 * args.q)
+    h = args.q * loss ** (args.q - 1) * square + lipschitz * loss**args.q
+    return [loss**args.q * d for d in update], h
 
 
 @torch.no_grad()
 def aggregate(net, received, server, args):
     """w <- w - sum_k D_k / sum_k h_k, which --server takes for its mean."""
-    total, h = received.sums["D"], received.sums["h"]
-    for (name, w), d in zip(net.named_parameters(), total):
-        received.mean[name] = (w - d / h).to(w)
+    for (name, w), d in zip(net.named_parameters(), received.sums["D"]):
+        received.mean[name] = (w - d / received.sums["h"]).to(w)
     common.average(net, received, server, args)
 
 

@@ -84,7 +84,7 @@ def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     plus, d = args.variant == "rfedavg+", net[-1].in_features
     own = common.rows_of(server.get("deltas", {}), [client.id], d)  # (1 or 0, d)
-    others = len(server.get("deltas", {"rows": ()})["rows"]) - len(own)
+    others = len(server.get("deltas", {}).get("rows", ())) - len(own)
     has_others = worker.pin("has_others", float(others > 0))  # 0: no term; step cannot branch
     total = server.get("sum", 0) - with_square(own.sum(0))
     mean, square = total[:-1] / max(1, others), total[-1] / max(1, others)

@@ -60,7 +60,7 @@ def synchronise(worker, clients, server, args):
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     own = common.rows_of(server.get("deltas", {}), [client.id], net[-1].in_features)  # 1 or 0 rows
-    others = len(server.get("deltas", {"rows": ()})["rows"]) - len(own)
+    others = len(server.get("deltas", {}).get("rows", ())) - len(own)
     has_others = worker.pin("has_others", float(others > 0))  # 0: no term; step cannot branch
     mean = (server.get("sum", 0) - own.double().sum(0)) / max(1, others)
     mean = worker.pin("mean", mean.float())

@@ -90,12 +90,9 @@ def local_update(worker, client, server, args):
 
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
-    parser.add_argument(
-        "--keep", type=common.number(float, 0, 1), default=0.9, help="rho_L; 1 is FedAvg"
-    )
-    parser.add_argument(
-        "--rule", default="paper", choices=["paper", "code"], help="how rho_l falls, see above"
-    )
+    add, share = parser.add_argument, common.number(float, 0, 1)
+    add("--keep", type=share, default=0.9, help="rho_L; 1 is FedAvg")
+    add("--rule", default="paper", choices=["paper", "code"], help="how rho_l falls, see above")
     args = parser.parse_args(argv)
     return run(args, local_update, adapt=adapt)
 
