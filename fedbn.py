@@ -32,11 +32,6 @@ def check(net, args):
         raise common.UserError(f"--model {args.model}: no batch norm to keep; use a resnet")
 
 
-def aggregate(net, received, server, args):
-    received.mean |= norms(net)  # which nobody sends
-    common.average(net, received, server, args)
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     common.load_weights(net, net.state_dict() | client.state.get("personal", {}))
@@ -54,6 +49,11 @@ def local_update(worker, client, server, args):
     rest = [v for name, v in net.state_dict().items() if name not in own]
     client.receives(rest)
     client.sends(rest)
+
+
+def aggregate(net, received, server, args):
+    received.mean |= norms(net)  # which nobody sends
+    common.average(net, received, server, args)
 
 
 def main(argv=None, run=common.run):

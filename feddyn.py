@@ -53,18 +53,6 @@ def finish(net, client, h, w, alpha):
     client.sum("drift", drift, sent=False)
 
 
-@torch.no_grad()
-def aggregate(net, received, server, args):
-    """The server's line above; with alpha 0 h/alpha is left out, so that the average remains."""
-    common.average(net, received, server, args)
-    if args.dyn_alpha:
-        params = list(net.parameters())
-        h = server.setdefault("h", [torch.zeros_like(v) for v in params])
-        drift = received.sums["drift"]
-        torch._foreach_sub_(h, torch._foreach_mul(drift, args.dyn_alpha / args.clients))
-        torch._foreach_sub_(params, torch._foreach_div(h, args.dyn_alpha))
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     h, w = begin(worker, client)
@@ -80,6 +68,18 @@ def local_update(worker, client, server, args):
 
     yield step
     finish(net, client, h, w, args.dyn_alpha)
+
+
+@torch.no_grad()
+def aggregate(net, received, server, args):
+    """The server's line above; with alpha 0 h/alpha is left out, so that the average remains."""
+    common.average(net, received, server, args)
+    if args.dyn_alpha:
+        params = list(net.parameters())
+        h = server.setdefault("h", [torch.zeros_like(v) for v in params])
+        drift = received.sums["drift"]
+        torch._foreach_sub_(h, torch._foreach_mul(drift, args.dyn_alpha / args.clients))
+        torch._foreach_sub_(params, torch._foreach_div(h, args.dyn_alpha))
 
 
 def main(argv=None, run=common.run):

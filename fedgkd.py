@@ -25,19 +25,6 @@ import torch
 import torch.nn.functional as F
 
 
-def aggregate(net, received, server, args):
-    """FedAvg's average, and the mean of the last --buffer global models, the new one included."""
-    buffer = server.setdefault("buffer", [])
-    common.average(net, received, server, args)
-    buffer.append({k: v.clone() for k, v in net.state_dict().items()})
-    del buffer[: -args.buffer]
-    mean = dict(buffer[-1])
-    for k, v in mean.items():
-        if v.is_floating_point():
-            mean[k] = torch.stack([w[k] for w in buffer]).mean(0)
-    server["mean"] = mean
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     mean = server.get("mean") if args.gamma else None
@@ -56,6 +43,19 @@ def local_update(worker, client, server, args):
         return loss
 
     yield step
+
+
+def aggregate(net, received, server, args):
+    """FedAvg's average, and the mean of the last --buffer global models, the new one included."""
+    buffer = server.setdefault("buffer", [])
+    common.average(net, received, server, args)
+    buffer.append({k: v.clone() for k, v in net.state_dict().items()})
+    del buffer[: -args.buffer]
+    mean = dict(buffer[-1])
+    for k, v in mean.items():
+        if v.is_floating_point():
+            mean[k] = torch.stack([w[k] for w in buffer]).mean(0)
+    server["mean"] = mean
 
 
 def main(argv=None, run=common.run):

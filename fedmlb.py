@@ -49,11 +49,6 @@ def hybrid_logits(net, glob, x, hidden, m, direction):
     return common.at_width(net[m:], glob[:m](x), 1.0)
 
 
-def aggregate(net, received, server, args):
-    """Aggregate as FedDyn does."""
-    common.import_extra("feddyn", "--dyn-alpha", "").aggregate(net, received, server, args)
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     glob = worker.frozen("glob")
@@ -89,6 +84,11 @@ def local_update(worker, client, server, args):
     yield step
     if args.dyn_alpha:
         feddyn.finish(net, client, h, w, args.dyn_alpha)
+
+
+def aggregate(net, received, server, args):
+    """Aggregate as FedDyn does."""
+    common.import_extra("feddyn", "--dyn-alpha", "").aggregate(net, received, server, args)
 
 
 def main(argv=None, run=common.run):

@@ -31,15 +31,6 @@ def weight_of_steps(steps, momentum, nesterov):
     return (steps - first * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
-@torch.no_grad()
-def aggregate(net, received, server, args):
-    """w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k."""
-    for (name, w), d in zip(net.named_parameters(), received.sums["d"]):
-        received.mean[name] = w + received.sums["a"].to(w) * d
-    server["report"] = {"effective_steps": received.sums["a"].item()}
-    common.average(net, received, server, args)
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     w = worker.pin("w", list(net.parameters()))
@@ -58,6 +49,15 @@ def local_update(worker, client, server, args):
     drift = torch._foreach_mul(drift, client.weight / max(a, 1))  # a of any step is 1 at least
     client.sum("d", drift, sent=False)  # w_k is sent anyway
     client.sum("a", torch.tensor(client.weight * a, dtype=torch.float64))
+
+
+@torch.no_grad()
+def aggregate(net, received, server, args):
+    """w <- w + (sum_k alpha_k a_k) sum_k alpha_k (w_k - w) / a_k."""
+    for (name, w), d in zip(net.named_parameters(), received.sums["d"]):
+        received.mean[name] = w + received.sums["a"].to(w) * d
+    server["report"] = {"effective_steps": received.sums["a"].item()}
+    common.average(net, received, server, args)
 
 
 def main(argv=None, run=common.run):

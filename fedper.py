@@ -24,11 +24,6 @@ def head(net):
     return {name: v for name, v in net.state_dict().items() if name not in body}
 
 
-def aggregate(net, received, server, args):
-    received.mean |= head(net)  # which nobody sends
-    common.average(net, received, server, args)
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     common.load_weights(net, net.state_dict() | client.state.get("personal", {}))
@@ -46,6 +41,11 @@ def local_update(worker, client, server, args):
     body = [v for name, v in net.state_dict().items() if name not in own]
     client.receives(body)
     client.sends(body)
+
+
+def aggregate(net, received, server, args):
+    received.mean |= head(net)  # which nobody sends
+    common.average(net, received, server, args)
 
 
 def main(argv=None, run=common.run):

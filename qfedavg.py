@@ -47,14 +47,6 @@ def weighed_update(w, w_k, loss, args, lr):
     return [loss**args.q * d for d in update], h
 
 
-@torch.no_grad()
-def aggregate(net, received, server, args):
-    """w <- w - sum_k D_k / sum_k h_k, which --server takes for its mean."""
-    for (name, w), d in zip(net.named_parameters(), received.sums["D"]):
-        received.mean[name] = (w - d / received.sums["h"]).to(w)
-    common.average(net, received, server, args)
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     w = [p.detach().clone() for p in net.parameters()]
@@ -73,6 +65,14 @@ def local_update(worker, client, server, args):
         d, h = weighed_update(w, net.parameters(), loss_before, args, worker.lr)
         client.sum("D", d, sent=False)  # in place of w_k
         client.sum("h", h)
+
+
+@torch.no_grad()
+def aggregate(net, received, server, args):
+    """w <- w - sum_k D_k / sum_k h_k, which --server takes for its mean."""
+    for (name, w), d in zip(net.named_parameters(), received.sums["D"]):
+        received.mean[name] = (w - d / received.sums["h"]).to(w)
+    common.average(net, received, server, args)
 
 
 def main(argv=None, run=common.run):

@@ -61,25 +61,6 @@ def keep(server, k, delta):
     server["sum"] = server.get("sum", 0) - with_square(old) + with_square(delta)
 
 
-def synchronise(worker, clients, server, args):
-    """rfedavg+: the new global network goes to the clients, their deltas come back."""
-    deltas = worker.map(lambda w, client: mean_feature(w.net, w.batches(client)), clients)
-    for client, delta in zip(clients, deltas):
-        if args.sample < 1:  # else it doubles as the next round's broadcast
-            client.download(worker.net.state_dict())
-        keep(server, client.id, client.upload(delta))
-        server["report"]["bytes_delta"] += common.nbytes(delta)
-
-
-def aggregate(net, received, server, args):
-    """FedAvg's average; rfedavg's deltas are kept for the next round."""
-    common.average(net, received, server, args)
-    for k, delta in received.records.get("delta", {}).items():
-        keep(server, k, delta)
-    sent = [client.bytes_down + client.bytes_up for client in received.clients]
-    server["report"] = {"bytes_delta": sum(sent)}
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     plus, d = args.variant == "rfedavg+", net[-1].in_features
@@ -109,6 +90,25 @@ def local_update(worker, client, server, args):
     yield step
     if not plus:
         client.record("delta", mean_feature(net, worker.batches(client)))
+
+
+def aggregate(net, received, server, args):
+    """FedAvg's average; rfedavg's deltas are kept for the next round."""
+    common.average(net, received, server, args)
+    for k, delta in received.records.get("delta", {}).items():
+        keep(server, k, delta)
+    sent = [client.bytes_down + client.bytes_up for client in received.clients]
+    server["report"] = {"bytes_delta": sum(sent)}
+
+
+def synchronise(worker, clients, server, args):
+    """rfedavg+: the new global network goes to the clients, their deltas come back."""
+    deltas = worker.map(lambda w, client: mean_feature(w.net, w.batches(client)), clients)
+    for client, delta in zip(clients, deltas):
+        if args.sample < 1:  # else it doubles as the next round's broadcast
+            client.download(worker.net.state_dict())
+        keep(server, client.id, client.upload(delta))
+        server["report"]["bytes_delta"] += common.nbytes(delta)
 
 
 def main(argv=None, run=common.run):

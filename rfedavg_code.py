@@ -44,26 +44,6 @@ def mean_feature(worker, client, args):
     return torch.cat([features(x) for x, _ in batches]).float().mean(0)
 
 
-def synchronise(worker, clients, server, args):
-    """rfedavg+: the new global network goes to the clients, their deltas come back."""
-    deltas = worker.map(lambda w, client: mean_feature(w, client, args), clients)
-    for client, delta in zip(clients, deltas):
-        if args.sample < 1:  # else it doubles as the next round's broadcast
-            client.download(worker.net.state_dict())
-        common.keep_row(server["deltas"], client.id, client.upload(delta))
-        server["report"]["bytes_delta"] += common.nbytes(delta)
-
-
-def aggregate(net, received, server, args):
-    """FedAvg's average; rfedavg's deltas are kept for the next round."""
-    common.average(net, received, server, args)
-    table = server.setdefault("deltas", {})
-    for k, delta in received.records.get("delta", {}).items():
-        common.keep_row(table, k, delta)
-    sent = [client.bytes_down + client.bytes_up for client in received.clients]
-    server["report"] = {"bytes_delta": sum(sent)}
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     plus, d = args.variant == "rfedavg+", net[-1].in_features
@@ -93,6 +73,26 @@ def local_update(worker, client, server, args):
     yield step
     if not plus:
         client.record("delta", mean_feature(worker, client, args))
+
+
+def aggregate(net, received, server, args):
+    """FedAvg's average; rfedavg's deltas are kept for the next round."""
+    common.average(net, received, server, args)
+    table = server.setdefault("deltas", {})
+    for k, delta in received.records.get("delta", {}).items():
+        common.keep_row(table, k, delta)
+    sent = [client.bytes_down + client.bytes_up for client in received.clients]
+    server["report"] = {"bytes_delta": sum(sent)}
+
+
+def synchronise(worker, clients, server, args):
+    """rfedavg+: the new global network goes to the clients, their deltas come back."""
+    deltas = worker.map(lambda w, client: mean_feature(w, client, args), clients)
+    for client, delta in zip(clients, deltas):
+        if args.sample < 1:  # else it doubles as the next round's broadcast
+            client.download(worker.net.state_dict())
+        common.keep_row(server["deltas"], client.id, client.upload(delta))
+        server["report"]["bytes_delta"] += common.nbytes(delta)
 
 
 def main(argv=None, run=common.run):

@@ -47,16 +47,6 @@ def keep(server, k, delta):
     server["sum"] = server.get("sum", 0) - old.double() + delta
 
 
-def synchronise(worker, clients, server, args):
-    """The new global network goes to the clients, their noisy deltas come back."""
-    deltas = worker.map(lambda w, client: mean_feature(w.net, w.batches(client)), clients)
-    for client, delta in zip(clients, deltas):
-        if args.sample < 1:  # else it doubles as the next round's broadcast
-            client.download(worker.net.state_dict())
-        rng = common.seeded_rng("noise", args.seed, server["round"], client.id)
-        keep(server, client.id, client.upload(noisy(delta, rng, args)))
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     own = common.rows_of(server.get("deltas", {}), [client.id], net[-1].in_features)  # 1 or 0 rows
@@ -80,6 +70,16 @@ def local_update(worker, client, server, args):
         return loss
 
     yield step
+
+
+def synchronise(worker, clients, server, args):
+    """The new global network goes to the clients, their noisy deltas come back."""
+    deltas = worker.map(lambda w, client: mean_feature(w.net, w.batches(client)), clients)
+    for client, delta in zip(clients, deltas):
+        if args.sample < 1:  # else it doubles as the next round's broadcast
+            client.download(worker.net.state_dict())
+        rng = common.seeded_rng("noise", args.seed, server["round"], client.id)
+        keep(server, client.id, client.upload(noisy(delta, rng, args)))
 
 
 def main(argv=None, run=common.run):

@@ -57,14 +57,6 @@ def gradient(net, batches, samples):
     return total
 
 
-@torch.no_grad()
-def aggregate(net, received, server, args):
-    """FedAvg's server step, and c <- c + 1/N sum_k (c_k+ - c_k)."""
-    common.average(net, received, server, args)
-    c = server.setdefault("c", [torch.zeros_like(p) for p in net.parameters()])
-    torch._foreach_add_(c, received.sums["dc"], alpha=1 / args.clients)  # Eq. 5
-
-
 def local_update(worker, client, server, args):
     net, opt = worker.net, worker.opt
     params = list(net.parameters())
@@ -102,6 +94,14 @@ def local_update(worker, client, server, args):
             torch._foreach_sub_(c_new, correction)
         client.sum("dc", torch._foreach_sub(c_new, c_k))
         client.state["c"] = c_new
+
+
+@torch.no_grad()
+def aggregate(net, received, server, args):
+    """FedAvg's server step, and c <- c + 1/N sum_k (c_k+ - c_k)."""
+    common.average(net, received, server, args)
+    c = server.setdefault("c", [torch.zeros_like(p) for p in net.parameters()])
+    torch._foreach_add_(c, received.sums["dc"], alpha=1 / args.clients)  # Eq. 5
 
 
 def main(argv=None, run=common.run):
