@@ -197,7 +197,8 @@ def fedavg_beside(name):
     if name.startswith("benchmark-niid/"):
         return "benchmark-niid/fedavg"
     if "/validation-" in name:
-        return "benchmark-weights/validation-fedavg"
+        xeon = "Xeon" in config_of(ROOT / "results" / name)["device"]
+        return f"benchmark-weights/validation-fedavg{'-xeon' * xeon}"
     return f"benchmark/{'labels2-' * ('labels2-' in name)}fedavg-{name[-3:]}"
 
 
