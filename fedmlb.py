@@ -14,7 +14,7 @@ FedAvgM, FedADAM and FedDyn.
 State: none; with --dyn-alpha FedDyn's, and FedDyn's equal weights of clients. Bytes per client and
 round: the model down, the model up.
 
-FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%): 54.58. Not measured here yet.
+FedMLB paper, Table 1, row FedMLB (CIFAR-100, 100 clients, 5%): EMA 54.58. Not measured here yet.
     python fedmlb.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\
         --clients 100 --sample 0.05 --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 \\
         --lr-decay 0.998 --momentum 0 --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip \\

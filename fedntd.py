@@ -12,7 +12,7 @@ frozen global model of the round's start.
 State: none beyond the global model during training. Bytes per client and round: the model down, the
 model up.
 
-FedMLB paper, Table 2, row FedLS-NTD (CIFAR-100, 100 clients, 5%): 49.29. Not measured here yet.
+FedMLB paper, Table 2, row FedLS-NTD (CIFAR-100, 100 clients, 5%): EMA 49.29. Not measured here yet.
     python fedntd.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\
         --clients 100 --sample 0.05 --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 \\
         --lr-decay 0.998 --momentum 0 --weight-decay 1e-3 --clip 10 --augment rotate10,crop,flip \\

@@ -12,7 +12,7 @@ ours.
 State: none beyond the global model during training. Bytes per client and round: the model down, the
 model up.
 
-FedMLB paper, Table 2, row FedAvg + FitNet (CIFAR-100, 100 clients, 5%): 47.67. Not measured
+FedMLB paper, Table 2, row FedAvg + FitNet (CIFAR-100, 100 clients, 5%): EMA 47.67. Not measured
 here yet.
     python fitnet.py --dataset cifar100 --model resnet18-gn --partition dirichlet-balanced \\
         --clients 100 --sample 0.05 --alpha 0.3 --rounds 1000 --epochs 5 --batch-size 50 --lr 0.1 \\
