@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 
-def weight_of_steps(steps, momentum, nesterov):
+def effective_steps(steps, momentum, nesterov):
     """Return a_k: what the gradients of so many SGD steps weigh in w - w_k, over lr."""
     first = momentum**2 if nesterov else momentum
     return (steps - first * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
@@ -44,7 +44,7 @@ def local_update(worker, client, server, args):
         return loss
 
     yield step
-    a = weight_of_steps(len(worker.sizes), args.momentum, args.nesterov)  # 0 without a step
+    a = effective_steps(len(worker.sizes), args.momentum, args.nesterov)  # 0 without a step
     drift = torch._foreach_sub(list(net.parameters()), w)
     drift = torch._foreach_mul(drift, client.weight / max(a, 1))  # a of any step is 1 at least
     client.sum("d", drift, sent=False)  # w_k is sent anyway

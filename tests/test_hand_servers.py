@@ -134,7 +134,7 @@ def test_fednova_by_the_formula(tmp_path):
     assert steps == [1, 4, 7, 9]
     w = common.prepare_net(data, args).double().state_dict()
     shares = [len(part) / 600 for part in parts]
-    a = [fednova.weight_of_steps(k, 0.5, False) for k in steps]
+    a = [fednova.effective_steps(k, 0.5, False) for k in steps]
     total = sum(alpha * a_k for alpha, a_k in zip(shares, a))
     expected = {name: value.clone() for name, value in w.items()}
     for k, (alpha, a_k) in enumerate(zip(shares, a)):
@@ -203,7 +203,7 @@ def test_the_server_s_variate_is_the_clients_mean(tmp_path, name, variate):
         assert torch.allclose(mean, torch.stack(each).sum(0) / 8, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight", [scaffold.effective_steps, fednova.weight_of_steps])
+@pytest.mark.parametrize("weight", [scaffold.effective_steps, fednova.effective_steps])
 @pytest.mark.parametrize(
     "m, nesterov", [(0, False), (0.9, False), (0.9, True), (0.5, True), (0.5, False)]
 )
