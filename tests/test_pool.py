@@ -45,6 +45,20 @@ def test_threads_wait_for_a_slow_first_client():
     pool.close()
 
 
+def test_threads_train_before_an_upload_is_asked_for():
+    """A rank's clients train while it waits for another rank's."""
+    pool, begun = pool_of(2), threading.Event()
+
+    def start(worker, client):
+        begun.set()
+        yield
+
+    uploads = pool.train(range(2), start)
+    assert begun.wait(20)
+    assert list(uploads) == [None, None]
+    pool.close()
+
+
 @pytest.mark.parametrize("slow", [0, 17])
 def test_streams_wait_for_a_slow_client(slow):
     """The same where one thread feeds all workers in turn."""
