@@ -355,7 +355,9 @@ def exchange(client, weights, owner, worker, wait):
     if owner == RANK:
         torch._foreach_copy_(parts, [*weights.values(), *common.tensors_in(tree)])
     send(buffer, owner, wait)
-    if owner == RANK:
+    if owner == RANK:  # what it sends goes to the device on which the other ranks have it
+        sent = client.sums, client.records
+        client.sums, client.records = common.tree_map(lambda t: t.to(worker.device), sent)
         return client, weights
     rest = iter(parts[len(names) :])  # which are copied, as the buffer would stay with them
     sums, records, loss = common.tree_map(lambda _: next(rest).clone(), like)

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, refusal
@@ -258,6 +260,19 @@ def test_views_keep_layout_and_alignment():
         assert (part.dtype, part.shape, part.stride()) == (t.dtype, t.shape, t.stride())
         assert part.data_ptr() % 64 == 0 or t.numel() == 0
     assert all(torch.equal(t, part) for t, part in zip(tensors, parts))
+
+
+def test_what_a_rank_sends_is_where_the_others_have_it(monkeypatch):
+    """On the device, also a number that a client has made on the CPU."""
+    monkeypatch.setattr(torchrun, "RANK", 0)
+    monkeypatch.setattr(torchrun, "send", lambda *_: None)
+    monkeypatch.setattr(torchrun, "broadcast", lambda value, owner: value)
+    net, client = torch.nn.Linear(2, 1, device="meta"), common.Client(0, np.arange(1))
+    client.sum("a", torch.tensor(1.0))
+    client.record("b", [torch.ones(2)])
+    worker = SimpleNamespace(net=net, device=torch.device("meta"))
+    client, _ = torchrun.exchange(client, net.state_dict(), 0, worker, None)
+    assert client.sums["a"].is_meta and client.records["b"][0].is_meta
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def mutated(func, args, kwargs):
 
 def check(func, args, plain):
     """Note, and raise, what CUDA would not do with args, of which plain are on the CPU."""
-    operator = func.overloadpacket
+    operator, written = func.overloadpacket, mutated(func, args, {})
     if operator in WAITING:
         gpu.wait(operator.__name__)
     if operator in INDEXING:
@@ -243,7 +243,7 @@ def check(func, args, plain):
         to_cpu = isinstance(args[0], torch.Tensor) and not isinstance(args[0], Virtual)
         if to_cpu or not all(key(t) in gpu.pinned for t in plain):
             gpu.wait("a copy between CPU and GPU")
-    elif any(t.ndim for t in plain):
+    elif any(t.ndim for t in plain) or not all(isinstance(t, Virtual) for t in written):
         gpu.fault(f"{func}: tensors on cuda:0 and cpu")
         raise RuntimeError("Expected all tensors to be on the same device, cuda:0 and cpu")
     if operator is aten._fused_sgd_:
