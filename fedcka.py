@@ -36,6 +36,12 @@ def centred(x, dim):
     return x - x.mean(dim, keepdim=True)
 
 
+def spread(x):
+    """Return x less its columns' means, or 0 where rounding alone is left of it."""
+    rest, both = centred(x, -2), (-2, -1)
+    return rest * (rest.norm(dim=both, keepdim=True) > 1e-6 * x.norm(dim=both, keepdim=True))
+
+
 def cka(k_a, k_b):
     """Return the centred kernel alignment of Gram matrices, (..., batch, batch) each."""
     k_a, k_b = (centred(centred(k, -2), -1).flatten(-2) for k in (k_a, k_b))
@@ -48,7 +54,7 @@ def linear_cka(a, b):
     ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
     matrices, so that the width of the layer does not matter."""
     # before the product: a large mean would cancel badly after it
-    a, b = centred(a, -2), centred(b, -2)
+    a, b = spread(a), spread(b)
     return cka(a @ a.mT, b @ b.mT)
 
 
@@ -98,8 +104,7 @@ def local_update(worker, client, server, args):
         for layer in net_layers[compared:]:
             out = layer(out)
         loss = F.cross_entropy(out, y)
-        if compared:
-            loss = loss + args.mu * has_prev * l_cka  # Eq. 1
+        loss = loss + args.mu * has_prev * l_cka  # Eq. 1
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -112,10 +117,9 @@ def local_update(worker, client, server, args):
 def main(argv=None, run=common.run):
     parser = common.flags(__doc__, __file__)
     metrics = ["linear-cka", "kernel-cka", "frobenius", "cosine"]
-    add = parser.add_argument
-    add("--mu", type=common.number(float, 0), default=3.0, help="of the contrast; 0 is FedAvg")
-    add("--layers", type=common.number(int, 1), default=2, help="M, layers that are compared")
-    add("--similarity-metric", default="linear-cka", choices=metrics, help="s")
+    parser.add_argument("--mu", type=common.WEIGHT, default=3.0, help="0 is FedAvg")
+    parser.add_argument("--layers", type=common.COUNT, default=2, help="M, compared layers")
+    parser.add_argument("--similarity-metric", default="linear-cka", choices=metrics, help="s")
     args = parser.parse_args(argv)
     return run(args, local_update, adapt=check)
 
