@@ -39,10 +39,11 @@ def hsic(a, b):
 def gram(h):
     """Return h h' in float64, (n, n), of activations h, (n, ...), less their mean over n.
 
-    No estimate depends on the mean; without it fewer digits cancel."""
-    h = h.flatten(1)
+    No estimate depends on the mean; without it fewer digits cancel. In float64 nothing is left of
+    a layer that is equal in all samples, whose similarity would be of rounding alone."""
+    h = h.flatten(1).double()
     h = h - h.mean(0)
-    return (h @ h.T).double()
+    return h @ h.T
 
 
 def layer_grams(net, x):

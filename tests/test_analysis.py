@@ -218,6 +218,15 @@ def test_layer_similarities():
     assert values[1][0] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_layer_that_does_not_vary_is_like_no_other():
+    torch.manual_seed(0)
+    nets = [common.build_net("cnn", 10).eval() for _ in range(2)]
+    nets[0].fc1[2].weight.data.zero_()
+    values = similarity.layer_similarities(nets[0], nets, [torch.randn(20, 3, 32, 32)])
+    dead = similarity.layer_names(nets[0]).index("fc1")
+    assert (values[0, :dead] > 0.99).all() and not values[:, dead:].any()
+
+
 def test_layer_names():
     names = similarity.layer_names(common.build_net("resnet56", 10))
     assert names[:3] == ["stem", "stage1.1", "stage1.2"]
