@@ -70,8 +70,7 @@ class Batches:
             index = rng.permutation(index)[: self.samples]
             augment = common.resolve_augment(self.run.args, data)
         parts = np.split(index, range(args.batch_size, len(index), args.batch_size))
-        size = data.x.shape[-1]
-        draws = [common.draw_augment(augment, rng, (len(part),), size) for part in parts]
+        draws = [common.draw_augment(augment, rng, (len(part),)) for part in parts]
         seeds = [draw.pop("seed") for draw in draws] if "auto" in augment else None
         for part, draw, x in zip(parts, draws, data.images(parts, seeds)):
             device = data.y.device

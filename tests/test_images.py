@@ -166,7 +166,7 @@ def one_by_one(images, draws):
 def test_augmentation_equals_a_loop_over_images(names):
     """In a rotation a source position on the border of two pixels may round either way."""
     images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
-    drawn = common.draw_augment(names.split(), np.random.default_rng(0), (40,), 32)
+    drawn = common.draw_augment(names.split(), np.random.default_rng(0), (40,))
     draws = {k: torch.from_numpy(v) for k, v in drawn.items()}
     for name, values in draws.items():
         least, most = {"flip": (0, 1), "rotate": (-15, 15)}.get(name, (0, 8))
