@@ -115,7 +115,7 @@ def load_init(net, args):
         run_folder.check_same(out, config, "flags", now)
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError(f"--init {path}: not a state_dict, {{name: tensor}}")
-    odd = sorted(weights.keys() ^ own.keys())
+    odd = sorted(weights.keys() ^ own.keys(), key=str)
     if odd:
         where = "it" if odd[0] in weights else "the network"
         raise UserError(f"--init {path}: {odd[0]!r} is in {where} alone")
@@ -128,6 +128,7 @@ def load_init(net, args):
     if not all(v.isfinite().all() for v in kept.values()):
         raise UserError(f"--init {path}: holds NaN or infinity")
     if len(kept) < len(own):
+        kept = {k: v for k, v in kept.items() if not k.startswith(last)}
         args.init_classifier = "as drawn"
         if not args.quiet:
             message = "its classifier is of another shape; ours starts as drawn"

@@ -442,3 +442,11 @@ def test_a_classifier_of_other_classes_stays_as_drawn(tmp_path, capsys, quiet):
     for name, value in found.items():
         expected = drawn if name.startswith("classifier.") else weights
         assert torch.equal(value, expected[name]), name
+
+
+def test_a_classifier_of_other_features_stays_as_drawn(tmp_path):
+    """Whole, also where its bias would fit."""
+    old, new = (nn.Sequential(nn.Flatten(), common.Classifier(n, 3)) for n in (8, 18))
+    torch.save(old.state_dict(), tmp_path / "old.pt")
+    args = flags("--init", str(tmp_path / "old.pt"))
+    assert same(common.prepare_net(tables(), args, net=new).state_dict(), new.state_dict())
