@@ -252,7 +252,7 @@ def main(argv=None):
             else:
                 results[path] = runs.analyse(path, args, analyse)
         for path, result in results.items():
-            warn(path, result, args.top)
+            warn(path, result, max(args.top, len(result["eigenvalues"])))
         print(runs.table([table_line(path, result) for path, result in results.items()]))
 
 

@@ -122,7 +122,7 @@ class Worker(common.PlainWorker):
 def train(call, data, net, counter):
     """Count the steps of two clients for two rounds. Return the last client and its worker."""
     args, (local_update, aggregate, after_round, _) = call
-    server, states = {}, [{}] * CLIENTS
+    server, states = {}, [{} for _ in range(CLIENTS)]
     parts = np.split(np.arange(len(data.y)), CLIENTS)
     for t in range(1, ROUNDS + 1):
         server |= {"round": t, "clients": list(range(CLIENTS))}

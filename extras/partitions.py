@@ -182,7 +182,8 @@ def file_partition(path, samples, clients, partial=False):
         if len(parts) != clients:
             raise ValueError(f"its clients are {len(parts)}; pass --clients {len(parts)}")
         index = np.concatenate(parts)
-        if index.dtype.kind != "i" or ((index < 0) | (index >= samples)).any():
+        kinds = {part.dtype.kind for part in parts}
+        if kinds != {"i"} or ((index < 0) | (index >= samples)).any():
             raise ValueError(f"an index is not an integer from 0 to {samples - 1}")
         times = np.bincount(index, minlength=samples)
         if times.max() > 1:
@@ -211,8 +212,8 @@ def _read_split(path):
         if not all(str(k).isdecimal() for k in split):
             raise ValueError("must name its clients by numbers")
         split = [split[k] for k in sorted(split, key=int)]
-    kinds = (list, tuple, set)
-    if not isinstance(split, kinds) or not all(isinstance(part, kinds) for part in split):
+    ordered = isinstance(split, (list, tuple))
+    if not ordered or not all(isinstance(part, (list, tuple, set)) for part in split):
         raise ValueError("must map each client to a list of indices")
     return split
 

@@ -224,7 +224,7 @@ def _leaf_part(folder, read, advice):
                 if user in sizes or not len(x) == len(y) == count:
                     found = f"{len(x)} x and {len(y)} y where num_samples says {count}"
                     raise ValueError(f"listed twice, or {found}")
-                sizes[user] = count
+                sizes[user] = len(y)
                 arrays.append(read(x, y))
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
             why = f"not a shard of LEAF ({type(e).__name__}: {e})"

@@ -104,7 +104,7 @@ def _leaf_tweets(x, y):
 
     x: of [id, date, query, user, text, ...]; y: of 0, and 1 or 4."""
     labels = [{"0": 0, "1": 1, "4": 1}[str(label)] for label in y]
-    if odd := [tweet for tweet in x if not isinstance(tweet[4], str)]:
+    if odd := [v for v in x if not (isinstance(v, list) and isinstance(v[4], str))]:
         raise ValueError(f"{odd[0]}, whose text is none")
     return np.array([tweet[4] for tweet in x], object), np.array(labels, np.int64)
 

@@ -259,13 +259,15 @@ def test_sent140_of_leaf(tmp_path):
 
     # cat cannot train
     for part, n in (("train", {"ann": 5, "bob": 3}), ("test", {"ann": 1, "bob": 2, "cat": 9})):
-        shard = {"users": [*n], "num_samples": [*n.values()]}
+        shard = {"users": [*n], "num_samples": [*map(float, n.values())]}
         shard["user_data"] = {user: tweets(user, n[user]) for user in n}
         (tmp_path / "sent140" / part).mkdir(parents=True)
         (tmp_path / "sent140" / part / "all.json").write_text(json.dumps(shard))
     argv = text_flags(tmp_path, "--partition", "natural", "--clients", "2")
     data = common.load_data(flags(*argv))
     assert data.y.tolist() == [0, 1, 0, 1, 0, 0, 1, 0]
+    with pytest.raises(ValueError, match="whose text is none"):
+        text._leaf_tweets(["a text"], [0])
     assert data.writers.tolist() == [0] * 5 + [1] * 3
     assert data.writers_test.tolist() == [0, 1, 1]
     assert read(data, data.x)[6] == "bob says \u00e91"

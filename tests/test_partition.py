@@ -174,6 +174,8 @@ def test_similarity_mixes_a_share():
         ("{0: [0, 3], 1: [2, 4]}", True, "an index is not an integer from 0 to 3"),
         ("{0: [0, 3], 1: [2, -1]}", True, "from 0 to 3"),
         ("{0: [0, 3], 1: [2, 1.0]}", False, "from 0 to 3"),
+        ("[[false, true], [2, 3]]", False, "from 0 to 3"),
+        ("{(0, 3), (2, 1)}", False, "list of indices"),
         ("{0: [0, 3], 1: [2, 0]}", True, "gives sample 0 more than once"),
         ("{0: [0, 1, 2, 3]}", False, "--clients 1"),
         ("[[], []]", False, "leaves out 4 of 4 samples"),

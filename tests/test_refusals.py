@@ -109,6 +109,8 @@ FLAGS = """
 --seed -1 | --seed
 --similarity 101 | --similarity; 100
 --split-file x | --split-file; --partition file
+--split-file= | --split-file; --partition file
+--init= | not a file, where a state_dict should be
 --partial-split | --partial-split; --partition file
 --partition file | --split-file
 --clients 61 | 600; 61; --clients
