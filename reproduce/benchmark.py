@@ -64,7 +64,7 @@ def benchmark(args, extra):
     if args.publish and extra:
         raise common.UserError("argument --publish: takes the benchmark alone, without other flags")
     if args.publish and not args.dry_run:
-        return publish(runs_of, root, commands)
+        return publish(runs_of, commands)
 
     def show(_):
         settings = read_settings(runs_of, root)
@@ -198,7 +198,7 @@ def draw_differences(ax, gains):
     ax.set_xlabel("points over FedAvg (n):\neach, mean, two deviations; linear from -5 to 5")
 
 
-def publish(runs_of, root, commands):
+def publish(runs_of, commands):
     """Keep the runs of commands that have EARLY rounds, and write those kept into PAGE and README.
 
     Raises UserError for a run whose flags are not those of its command."""
