@@ -136,14 +136,12 @@ def test_a_mistake_is_an_exception_with_the_shell_s_line(tmp_path, capsys, words
 
 
 def test_args_for_are_the_words_flags():
-    """On, off, both spellings, lists and None; what a script derives from flags is there."""
+    """On, off, both spellings, lists and None."""
     args = own.args_for(fedalign, clients=64, mu=0.1, drop_last=True, nesterov=False, leak=False)
     words = "--clients 64 --mu 0.1 --drop-last --no-nesterov"
     assert args == args_of(fedalign, *words.split())
     assert own.args_for(fedalign, client_number=7, lr=None).clients == 7
     assert own.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
-    assert own.args_for(moon, model="cnn").projection == 0
-    assert own.args_for(moon, model="resnet56").projection == 256
     for flag, value, takes in (
         ("lr", False, "a value, not False"),
         ("mu", True, "a value, not True"),

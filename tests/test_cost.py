@@ -130,7 +130,6 @@ def test_cost_prints(capsys):
     [
         ("nothing", "no such script"),
         ("common", "not the script of a method"),
-        ("moon --mu x", "--mu"),
         ("moon --nonsense", "--nonsense"),
         ("fedavg --batch-size 1", "--batch-size"),
     ],

@@ -18,7 +18,6 @@ import common
 import engine
 import extras.glyphs
 import fedavg
-import fedmlb
 import rfedavg
 from extras import readers, text
 
@@ -334,7 +333,6 @@ def test_lstm_is_torchs_on_packed_sequences():
 def test_lstm_sizes():
     net = common.build_net("lstm", 2, 3000, 300)
     assert common.nbytes(net.state_dict()) == 7_992_968
-    assert fedmlb.pathway_cuts(net) == [1, 2]
     x = torch.ones(2, 3, dtype=torch.int16)
     assert torch.equal(common.at_width(net, x, 1.0), net(x))
     with pytest.raises(common.UserError, match="LSTM is not defined"):

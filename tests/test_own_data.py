@@ -213,7 +213,7 @@ def test_other_data_or_layers_do_not_resume(tmp_path):
     assert len(rows) == 2
 
 
-def test_data_of_two_data_sets(tmp_path):
+def test_data_of_two_data_sets():
     data = tables()
     train = torch.utils.data.TensorDataset(data.x, data.y)
     test = torch.utils.data.Subset(train, range(40))

@@ -113,15 +113,11 @@ FLAGS = """
 --init= | not a file, where a state_dict should be
 --partial-split | --partial-split; --partition file
 --partition file | --split-file
---clients 61 | 600; 61; --clients
---partition file --split-file /nonexistent | --split-file /nonexistent
---partition natural --clients 300 | writers
 --partition iid --clients 601 | no sample
 --partition labels --labels 63 | --labels 63; has 62 labels
 --partition shards --shards 999 | --shards 999; samples
 --partition labels | --labels 2: no client has label; use more --clients
 --drop-last --batch-size 599 | --drop-last
---dataset folder --data-dir /nonexistent | /nonexistent; no images; train/CLASS
 --image-size 10 | --image-size
 --image-size 2147483647 | --image-size; at most 4096
 --model resnet56 --partition iid --clients 600 | batch norm needs two samples; --clients
@@ -151,14 +147,12 @@ fedprox --dirichlet_alpah 5 | arguments: --dirichlet-alpah; did you mean --alpha
 TWEETS --model cnn --vectors '' | --model; lstm
 TWEETS --image-size 28 | --image-size
 TWEETS --augment flip | --augment
-TWEETS --vectors glove.txt | --vectors; glove.txt; no such file; glove.6B.zip
 TWEETS --users 9 | --users
 TWEETS --partition natural --users 1 | --users; --clients
 TWEETS --leak | --leak; natural
 mixup TWEETS | words | begun
 gradaug TWEETS | not of images | begun
 fedalign TWEETS | LSTM | begun
-stochdepth TWEETS --model lstm | residual
 IMAGENET --augment crop | --augment; imagenet-200
 CLIENTS --partition natural --clients 4 | --clients 4; 3 writers
 CLIENTS --partition iid | train/amy/ape/0.png; images lie in train/CLASS/*, or with
@@ -198,7 +192,7 @@ FILES = [  # a damage, and a line as above
     (each("t*/*/*", lambda p: Image.open(p).resize((32, 24)).save(p)), "FOLDER | 32x24; --image"),
     (remove("t*/bee/*"), "FOLDER | one class alone"),
     (move("train/ape", "train/cow/ape"), "FOLDER | train/bee/0.png and train/cow/ape/0.png"),
-    (move("train", "test/more"), "CLIENTS --partition natural | no images"),
+    (move("train", "test/more"), "CLIENTS --partition natural | no images; train/CLASS"),
     (lambda root: (root / LOOP).symlink_to(root / "train/ape"), f"FOLDER | {LOOP}/0.png; images"),
     (line_5(b'"4","1","date","NO_QUERY","ann"\n'), "TWEETS | csv, line 5; expected 6, got 5"),
     (line_5(b'"2","1","d","q","u","text"\n'), "TWEETS | tweets.csv, line 5; '2'"),
@@ -209,7 +203,7 @@ FILES = [  # a damage, and a line as above
     (write("v", b"glad 1 2\ns\xff 1 2\n"), "TWEETS --vectors v | --vectors v, line 2; utf-8"),
     (write("v", b"glad 1 2\nsad nan 1\n"), "TWEETS --vectors v | NaN or infinity"),
     (write("v", b"qqq 1 2\n"), "TWEETS --vectors v | none of"),
-    (pipe("v"), "TWEETS --vectors v | v: no such file"),
+    (pipe("v"), "TWEETS --vectors v | v: no such file; glove.6B.zip"),
     (pipe("split"), f"{SPLIT} | split: no such file"),
     (save("init.pt", lambda w, k: w | {k: w[k][:1]}), f"{INIT} | 'conv1.0.weight' is of; (1, 3"),
     (save("init.pt", lambda w, k: w | {k: w[k] * np.nan}), f"{INIT} | NaN"),

@@ -135,7 +135,6 @@ REFUSALS = [
     ("fedavg --sweep lr=0.1,no", "fedavg.py: argument --lr: must be a number"),
     ("'fedavg.py,fedprox.py --out=x --resume'", "argument --out: set by reproduce"),
     ("fedavg --plain", "argument --plain: leaves a run that cannot be compared"),
-    ("benchmark --plain", "argument --plain: leaves a run that cannot be compared"),
     ("benchmark --data-seed 3", "argument --data-seed: set by reproduce"),
     ("fedavg --sweep seed=1,2", "argument --seed: set by reproduce"),
     ("fedavg --sweep data-seed=1,2 --data-seeds 2", "argument --data-seed: set by reproduce"),

@@ -1,6 +1,5 @@
 """The run folder: what is in it, resuming, locks, damage, and from the shell Ctrl-C and kills."""
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -259,6 +258,13 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def marked(path):
+    """Mark a tensor's record as a folder: torch then reads nothing, and takes what memory held."""
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"archive/data/0") - 8] ^= 16
+    path.write_bytes(content)
+
+
 def another(path):
     """Put that of another run of the same command in its place; its seconds differ."""
     argv = [*TINY, "--local-steps", "1", "--save-clients", "--workers", "1"]
@@ -273,6 +279,8 @@ DAMAGES = [  # file, how, words of the refusal
     ("metrics.jsonl", written(100_000 * b"["), ["metrics.jsonl: damaged"]),
     ("metrics.jsonl", pipe, ["metrics.jsonl: not a file"]),
     ("checkpoint.pt", os.unlink, ["checkpoint.pt: missing"]),
+    ("checkpoint.pt", pipe, ["checkpoint.pt: not a file"]),
+    ("checkpoint.pt", marked, ["checkpoint.pt: not a readable", "checksums are not those"]),
     ("checkpoint.pt", lambda path: torch.save(Evil(), path), ["checkpoint.pt: not a readable"]),
     ("checkpoint.pt", saved([1, 2]), ["checkpoint.pt: not a checkpoint of this run"]),
     ("checkpoint.pt", another, ["metrics.jsonl"]),
@@ -301,7 +309,8 @@ def test_damage(run, tmp_path, capsys, monkeypatch, name, damage, words):
 def test_a_flipped_bit_is_noticed(run, name):
     """In any byte: the file is refused, or read as before; of rows those before it count."""
     path, config = run / name, config_of(run)
-    run_folder.save({"a": torch.arange(3), "b": [1.5, "c"]}, run / "some.pt")
+    tree = {"a": torch.arange(3), "b": [1.5, "c"], "d": torch.ones(3).bfloat16()}
+    run_folder.save(tree, run / "some.pt")
     read = {
         "some.pt": lambda: run_folder.load(path),
         "config.json": lambda: run_folder.read_config(run),
@@ -309,9 +318,12 @@ def test_a_flipped_bit_is_noticed(run, name):
     }[name]
     whole, expected = path.read_bytes(), read()
     for i, byte in enumerate(whole):
-        path.write_bytes(whole[:i] + bytes([byte ^ 16]) + whole[i + 1 :])  # 16: marks a folder
-        with contextlib.suppress(common.UserError):
+        path.write_bytes(whole[:i] + bytes([byte ^ 1 << i % 8]) + whole[i + 1 :])
+        try:
             found = read()
+        except common.UserError as e:
+            assert "\n" not in str(e), i
+        else:
             assert equal(found, expected[: len(found)] if type(found) is list else expected), i
 
 

@@ -164,7 +164,6 @@ DAMAGE = [  # a file, a text in it, what stands there instead (None: no file), a
     ("metrics.jsonl", '{"round": 1', "{}\n", "it should be the row of round 1"),
     ("metrics.jsonl", '{"round": 1', "\xff\n", "line 1 is damaged, or of another run"),
     ("metrics.jsonl", '"test_acc": 20', '"test_acc": NaN', "line 2 is damaged"),
-    ("metrics.jsonl", "\n", '\n{"round": 2}\n', "line 2 is damaged"),
 ]
 
 
