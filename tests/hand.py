@@ -22,7 +22,7 @@ def kl(p, q):
     return (p * (p / q).log()).sum(1).mean()
 
 
-def two_networks(model="cnn", classes=62, **options):
+def small_network(model="cnn", classes=62, **options):
     """Return a network, the same in each call."""
     torch.manual_seed(3)
     return common.build_net(model, classes, **options)
@@ -50,8 +50,8 @@ def perturb(net, scale=0.05, seed=0):
 
 
 def moved_network(scale, seed):
-    """Return a network in float64 that has moved on from two_networks()."""
-    net = two_networks().double()
+    """Return a network in float64 that has moved on from small_network()."""
+    net = small_network().double()
     perturb(net, scale, seed)
     return net
 
@@ -73,7 +73,7 @@ def begin(name, argv=(), net=None, state=None, server=None):
     script = SCRIPTS[name]
     plain = ["--momentum", "0", "--weight-decay", "0", "--lr", "0.1"]
     args = args_of(script, *TINY, *needed(name, ["--model"]), *plain, *argv)
-    net = net or two_networks(projection=args.projection or 0)
+    net = net or small_network(projection=args.projection or 0)
     worker = engine.Worker(net.double(), extras.glyphs.glyphs(), args, 40)
     batches = worker.batches
     worker.batches = lambda client: ((x.double(), y) for x, y in batches(client))

@@ -20,7 +20,7 @@ from runs import config_of
 
 ROOT = pathlib.Path(common.__file__).parent
 PAPER = re.compile(r"^(FedAlign|FedCKA|FedMLB|rFedAvg) paper, ", re.M)  # in docstrings
-SCRIPTS = [name for name, script in methods.SCRIPTS.items() if PAPER.search(script.__doc__)]
+OF_PAPERS = [name for name, script in methods.SCRIPTS.items() if PAPER.search(script.__doc__)]
 CELLS = all_cells()
 PLAIN = "fedavg.py --dataset glyphs --rounds 4"  # what make_run() makes if nothing is said
 GLYPHS = "--dataset glyphs --model cnn --clients 2 --rounds 4 --epochs 1"

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from makers import CELLS, ROOT, SCRIPTS, cells_by_method
+from makers import CELLS, OF_PAPERS, ROOT, cells_by_method
 
 from reproduce.cells import homes, matched, parsed_flags, read_published, texts
 from reproduce.jobs import slug
@@ -121,7 +121,7 @@ def test_caveats():
     assert all(words[cell.method] in cell.caveat for cell in others)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "rfedavg_code"])
+@pytest.mark.parametrize("name", [name for name in OF_PAPERS if name != "rfedavg_code"])
 def test_the_command_of_a_docstring_is_a_cell(name):
     """With every flag that decides the result, --augment auto included."""
     text = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text())).replace("\\\n", " ")

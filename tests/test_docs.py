@@ -270,7 +270,7 @@ def changed_lines(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_docstring_command_parses(name, capsys):
+def test_help_and_command_of_a_docstring(name, capsys):
     with pytest.raises(SystemExit) as end:
         SCRIPTS[name].main(["--help"])
     printed, doc = capsys.readouterr().out, SCRIPTS[name].__doc__.strip()

@@ -137,7 +137,7 @@ def test_a_report_names_no_column_of_the_rows():
         common.run(flags("--local-steps", "1", "--plain"), fedavg.local_update, aggregate)
 
 
-def test_a_tuple_stays_one():
+def test_tree_map_keeps_tuples():
     tree = common.tree_map(torch.neg, {"a": (torch.ones(1), [1, (2,)])})
     assert tree == {"a": (-torch.ones(1), [1, (2,)])} and type(tree["a"]) is tuple
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import args_of, same
 from hand import DOUBLE, batch, begin, check_step, finish
-from hand import moved_network, normed_network, state_of, twins, two_networks
+from hand import moved_network, normed_network, small_network, state_of, twins
 from methods import final
 
 import common
@@ -66,7 +66,7 @@ def test_fedalign_step_by_an_independent_formula(scale, lip_input):
 
 def test_fedalign_survives_dead_features():
     """All-zero features make T a matrix of zeros: no NaN from norm, division or gradient."""
-    net = two_networks()
+    net = small_network()
     nn.init.constant_(net[0][0].bias, -1e3)
     worker, step, *_ = begin("fedalign", net=net)
     assert step(*batch(4)).isfinite()
@@ -342,7 +342,7 @@ def test_fedmlb_updates_batch_norm_once():
 
 def test_fedmlb_trains_where_a_hybrid_is_certain():
     """Eval-mode tails of a fresh resnet56 give logits near 100, whose softmax has zeros: no NaN."""
-    worker, step, *_ = begin("fedmlb", net=two_networks("resnet56", 62))
+    worker, step, *_ = begin("fedmlb", net=small_network("resnet56", 62))
     for net in (worker.net, worker.nets["glob"]):
         net.float()
     x, y = batch(3)

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import TINY, args_of, flags
 from hand import DOUBLE, batch, begin, check_step, close, finish
-from hand import moved_network, normed_network, perturb, received_of, state_of, twins, two_networks
+from hand import moved_network, normed_network, perturb, received_of, small_network, state_of, twins
 from methods import SCRIPTS, final, needed
 
 import common
@@ -161,7 +161,7 @@ def test_a_client_without_a_step_changes_nothing(name, key):
 def test_feddyn_step_by_hand():
     """The loss is CE - <h, v> + alpha/2 |v - w|^2; then h <- h - alpha (v - w) is kept."""
     g = torch.Generator().manual_seed(1)
-    h = [0.1 * torch.randn(p.shape, generator=g, **DOUBLE) for p in two_networks().parameters()]
+    h = [0.1 * torch.randn(p.shape, generator=g, **DOUBLE) for p in small_network().parameters()]
     state = {"h": [v.clone() for v in h]}
     worker, step, generator, client, _, w = begin("feddyn", ["--dyn-alpha", "0.3"], state=state)
     x, y = batch()

@@ -278,7 +278,7 @@ def test_the_authors_diagonal_draws_batches_for_each_probe(run):
     assert float(diagonal.sum()) == pytest.approx(float(trace), rel=1e-4)
 
 
-def test_negative_eigenvalues_are_found(capsys):
+def test_a_negative_eigenvalue_counts_as_found(capsys):
     pairs = [{"value": value, "residual": 1e-4} for value in (2.0, -1.0, 0.01)]
     hessian_eval.warn("run", {"eigenvalues": pairs}, 3)
     assert "run: 1 eigenvalues not found" in capsys.readouterr().out

@@ -267,7 +267,7 @@ def test_folder_with_clients(tmp_path):
 X, Y, W = torch.zeros(6, 4), torch.arange(6) % 3, np.arange(80) % 4
 B, P = X.byte(), X.long().view(6, 1, 2, 2)
 GOOD = [(torch.zeros(3), 0), (torch.zeros(3), 1)]
-NATURAL = flags("--partition", "natural")
+NATURAL, FROZEN = flags("--partition", "natural"), linear().requires_grad_(False)
 
 
 def of_writers(**fields):
@@ -293,6 +293,7 @@ def of_writers(**fields):
         (lambda: of_writers(writers=["ann", None] * 40), "must all be names, or all be"),
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),
         (lambda: of_writers(writers=W, writers_test=W[:7]), "data: writers_test must name or"),
+        (lambda: common.prepare_net(tables(), flags(), net=FROZEN), "has frozen parameters"),
         (lambda: common.prepare_net(tables(), flags(), net=linear(2)), "2 outputs for 3 classes"),
         (lambda: common.net_for(common.Data(*[P, Y] * 2, 3), flags()), "of uint8 or floats"),
         (lambda: own.data_of([], GOOD), "train has no samples by an index"),
