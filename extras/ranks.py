@@ -350,7 +350,7 @@ def exchange(client, weights, owner, worker, wait):
         tree = [client.sums, client.records, client.loss]
         notes = counts, common.tree_map(lambda t: t.to("meta"), tree)  # dtypes, shapes, strides
     counts, like = broadcast(notes, owner)
-    names = worker.net.state_dict()  # whose layout all share
+    names = worker.global_net.state_dict()  # whose layout all share, and nobody trains
     buffer, parts = views([*names.values(), *common.tensors_in(like)], worker.device)
     if owner == RANK:
         torch._foreach_copy_(parts, [*weights.values(), *common.tensors_in(tree)])

@@ -270,7 +270,7 @@ def test_what_a_rank_sends_is_where_the_others_have_it(monkeypatch):
     net, client = torch.nn.Linear(2, 1, device="meta"), common.Client(0, np.arange(1))
     client.sum("a", torch.tensor(1.0))
     client.record("b", [torch.ones(2)])
-    worker = SimpleNamespace(net=net, device=torch.device("meta"))
+    worker = SimpleNamespace(global_net=net, device=torch.device("meta"))
     client, _ = torchrun.exchange(client, net.state_dict(), 0, worker, None)
     assert client.sums["a"].is_meta and client.records["b"][0].is_meta
 
