@@ -10,8 +10,9 @@ a_n, g_n, p_n: activations of layer n in the local, the global and the client's 
 same batch. The frozen two run no further than layer M. The stem counts as a layer, and so does each
 residual block. s is linear CKA (Eq. 3), or another --similarity-metric (extras/similarities.py).
 There is no temperature. The term is 0 in a client's first round, and on batches under three
-samples: linear CKA is undefined at one and 1 at two. The copy of the paper that we read has lost
-its equations; these are rebuilt from the prose.
+samples: linear CKA is undefined at one and 1 at two. CKA with a layer that does not vary over the
+batch is taken as 0. The copy of the paper that we read has lost its equations; these are rebuilt
+from the prose.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 
@@ -37,7 +38,7 @@ def centred(x, dim):
 
 
 def spread(x):
-    """Return x less its columns' means, or 0 where rounding alone is left of it."""
+    """Return x less its columns' means, or 0 where float32's rounding alone is left of it."""
     rest, both = centred(x, -2), (-2, -1)
     return rest * (rest.norm(dim=both, keepdim=True) > 1e-6 * x.norm(dim=both, keepdim=True))
 

@@ -16,7 +16,7 @@ def kernel_cka(a, b):
     """Return CKA with the kernel exp(-d^2 / (2 median d^2)), the median of all pairs a constant."""
 
     def gram(x):
-        x = fedcka.centred(x, -2)
+        x = fedcka.spread(x)
         squares = x.square().sum(-1, keepdim=True)
         distances = (squares + squares.mT - 2 * x @ x.mT).clamp(min=0)
         ordered = distances.detach().flatten(-2).sort().values

@@ -220,12 +220,13 @@ def test_gradaug_same_channels():
     assert gradaug.same_channels(1.0, (16, 50)) == 1.0
 
 
+@pytest.mark.parametrize("cka", [fedcka.linear_cka, similarities.kernel_cka])
 @pytest.mark.parametrize("scale", [0, 1, 1000])
-def test_linear_cka_of_what_does_not_vary(scale):
+def test_cka_of_what_does_not_vary(cka, scale):
     """Rounding is left of it after centring, which the gradient must not magnify."""
     a, b = torch.rand(1, 50).expand(20, 50) * scale, torch.rand(20, 50)
     a.requires_grad_()
-    s = fedcka.linear_cka(a, b)
+    s = cka(a, b)
     s.backward()
     assert s == 0 and not a.grad.any()
 
