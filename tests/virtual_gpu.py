@@ -194,7 +194,7 @@ class Virtual(torch.Tensor):
         kwargs, operator = kwargs or {}, func.overloadpacket
         tensors = common.tensors_in((args, kwargs))
         ours = [t for t in tensors if isinstance(t, Virtual)]
-        check(func, args, [t for t in tensors if not isinstance(t, Virtual)])
+        check(func, args, kwargs, [t for t in tensors if not isinstance(t, Virtual)])
         inner_args, inner_kwargs = common.tree_map(held, args), common.tree_map(held, kwargs)
         if gpu.capture:
             gpu.capture.before([t.held for t in ours])
@@ -229,9 +229,9 @@ def mutated(func, args, kwargs):
     return common.tensors_in([args[i] if i < len(args) else kwargs.get(k) for i, k in written])
 
 
-def check(func, args, plain):
-    """Note, and raise, what CUDA would not do with args, of which plain are on the CPU."""
-    operator, written = func.overloadpacket, mutated(func, args, {})
+def check(func, args, kwargs, plain):
+    """Note, and raise, what CUDA would not do with these, of which plain are on the CPU."""
+    operator, written = func.overloadpacket, mutated(func, args, kwargs)
     if operator in WAITING:
         gpu.wait(operator.__name__)
     if operator in INDEXING:
