@@ -125,12 +125,12 @@ def load_init(net, args):
         if not k.startswith(last):
             found, wanted = tuple(weights[k].shape), tuple(own[k].shape)
             raise UserError(f"--init {path}: {k!r} is of shape {found}, not {wanted}")
-    if not all(v.isfinite().all() for v in kept.values()):
-        raise UserError(f"--init {path}: holds NaN or infinity")
     if len(kept) < len(own):
         kept = {k: v for k, v in kept.items() if not k.startswith(last)}
         args.init_classifier = "as drawn"
         if not args.quiet:
             message = "its classifier is of another shape; ours starts as drawn"
             print(f"--init {path}: {message}", file=sys.stderr)
+    if not all(v.isfinite().all() for v in kept.values()):
+        raise UserError(f"--init {path}: holds NaN or infinity")
     common.load_weights(net, own | kept)

@@ -1,5 +1,6 @@
 """common.py and a script are enough, copied into an empty folder, or called from Python."""
 
+import copy
 import functools
 import shutil
 import subprocess
@@ -142,6 +143,7 @@ def test_args_for_are_the_words_flags():
     assert args == args_of(fedalign, *words.split())
     assert own.args_for(fedalign, client_number=7, lr=None).clients == 7
     assert own.args_for(SCRIPTS["fedmlb"], pathways=[1, 2]).pathways == [1, 2]
+    assert own.args_for(moon, model="resnet56").projection == 256  # which the script derives
     for flag, value, takes in (
         ("lr", False, "a value, not False"),
         ("mu", True, "a value, not True"),
@@ -172,8 +174,9 @@ def test_stopped_and_resumed_is_the_whole_run(tmp_path):
     seen, out = [], tmp_path / "cut"
 
     def on_round(row, net):
-        seen.append((dict(row), {k: v.clone() for k, v in net.state_dict().items()}))
-        return row.pop("round") == 2  # of a copy
+        seen.append((copy.deepcopy(row), {k: v.clone() for k, v in net.state_dict().items()}))
+        row["seconds"].clear()
+        return row.pop("round") == 2
 
     run = functools.partial(common.run, on_round=on_round)
     net, rows = fedavg.main([*TINY, *words, str(out)], run=run)

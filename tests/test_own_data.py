@@ -294,7 +294,7 @@ def of_writers(**fields):
         (lambda: of_writers(writers=W / 2), "data: writers must name or number"),
         (lambda: of_writers(writers=W, writers_test=W[:7]), "data: writers_test must name or"),
         (lambda: common.prepare_net(tables(), flags(), net=FROZEN), "has frozen parameters"),
-        (lambda: common.prepare_net(tables(), flags(), net=linear(2)), "2 outputs for 3 classes"),
+        (lambda: common.prepare_net(tables(), flags(), net=linear(2)), "for labels from 0 to 2"),
         (lambda: common.net_for(common.Data(*[P, Y] * 2, 3), flags()), "of uint8 or floats"),
         (lambda: own.data_of([], GOOD), "train has no samples by an index"),
         (lambda: own.data_of(torch.utils.data.ChainDataset([]), GOOD), "has no samples by an"),
