@@ -32,34 +32,26 @@ import torch
 import torch.nn.functional as F
 
 
-def centred(x, dim):
-    """Return x less its means over dim."""
-    return x - x.mean(dim, keepdim=True)
+def gram(x):
+    """Return xx' of x less its rows' mean, or 0 where float32's rounding alone is left of it."""
+    mean = x.mean(-2, keepdim=True)
+    rest = x - mean  # before the product: a large mean would cancel badly after it
+    k = rest @ rest.mT
+    varies = k.diagonal(dim1=-2, dim2=-1).mean(-1) > 1e-12 * mean.square().sum((-2, -1))
+    return k * varies[..., None, None]
 
 
-def spread(x):
-    """Return x less its columns' means, or 0 where float32's rounding alone is left of it."""
-    rest, both = centred(x, -2), (-2, -1)
-    return rest * (rest.norm(dim=both, keepdim=True) > 1e-6 * x.norm(dim=both, keepdim=True))
+def cka(a, b, gram=gram):
+    """Return the CKA of activations a, b, (..., batch, features) each. Linear CKA is
 
-
-def cka(k_a, k_b):
-    """Return the centred kernel alignment of Gram matrices, (..., batch, batch) each."""
-    k_a, k_b = (centred(centred(k, -2), -1).flatten(-2) for k in (k_a, k_b))
+    ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
+    matrices, so that the width of the layer does not matter. gram: returns another CKA's."""
+    grams = (k - k.mean(-2, keepdim=True) for k in (gram(a), gram(b)))
+    k_a, k_b = ((k - k.mean(-1, keepdim=True)).flatten(-2) for k in grams)
     return F.cosine_similarity(k_a, k_b, dim=-1, eps=1e-30)
 
 
-def linear_cka(a, b):
-    """Return linear CKA of activations a, b, (..., batch, features) each:
-
-    ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
-    matrices, so that the width of the layer does not matter."""
-    # before the product: a large mean would cancel badly after it
-    a, b = spread(a), spread(b)
-    return cka(a @ a.mT, b @ b.mT)
-
-
-def layer_contrast(a, g, p, s=linear_cka):
+def layer_contrast(a, g, p, s=cka):
     """Return a layer's term of Eq. 2, of its activations a, g and p, (batch, ...) each.
 
     s(x, y): similarities of x, (batch, features), to each of y, (2, batch, features)."""
@@ -92,7 +84,7 @@ def local_update(worker, client, server, args):
     has_prev = worker.pin("has_prev", float(prev is not None))  # 0: no term; step cannot branch
     glob, prev = worker.frozen("glob"), worker.frozen("prev", prev)
     net_layers, glob_layers, prev_layers = layers(net), layers(glob), layers(prev)
-    s, metric = linear_cka, args.similarity_metric
+    s, metric = cka, args.similarity_metric
     if metric != "linear-cka":
         s = common.import_extra("similarities", "--similarity-metric").METRICS[metric]
 

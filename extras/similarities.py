@@ -16,15 +16,15 @@ def kernel_cka(a, b):
     """Return CKA with the kernel exp(-d^2 / (2 median d^2)), the median of all pairs a constant."""
 
     def gram(x):
-        x = fedcka.spread(x)
-        squares = x.square().sum(-1, keepdim=True)
-        distances = (squares + squares.mT - 2 * x @ x.mT).clamp(min=0)
+        products = fedcka.gram(x)
+        squares = products.diagonal(dim1=-2, dim2=-1)[..., None]
+        distances = (squares + squares.mT - 2 * products).clamp(min=0)
         ordered = distances.detach().flatten(-2).sort().values
         pairs = ordered.shape[-1]
         median = (ordered[..., (pairs - 1) // 2] + ordered[..., pairs // 2]) / 2
         return torch.exp(-distances / (2 * median).clamp(min=1e-30)[..., None, None])
 
-    return fedcka.cka(gram(a), gram(b))
+    return fedcka.cka(a, b, gram)
 
 
 def frobenius(a, b):
