@@ -33,7 +33,9 @@ import torch.nn.functional as F
 
 
 def gram(x):
-    """Return xx' of x less its rows' mean, or 0 where float32's rounding alone is left of it."""
+    """Return the Gram matrix of x, (..., batch, features), less its mean row: (..., batch, batch).
+
+    It is 0 where float32's rounding alone is left of x."""
     mean = x.mean(-2, keepdim=True)
     rest = x - mean  # before the product: a large mean would cancel badly after it
     k = rest @ rest.mT
@@ -42,10 +44,11 @@ def gram(x):
 
 
 def cka(a, b, gram=gram):
-    """Return the CKA of activations a, b, (..., batch, features) each. Linear CKA is
+    """Return the CKA, (...), of activations a, b, (..., batch, features) each. Linear CKA is
 
     ||B'A||_F^2 / (||A'A||_F ||B'B||_F) of centred columns (Eq. 3), from the batch x batch Gram
-    matrices, so that the width of the layer does not matter. gram: returns another CKA's."""
+    matrices, so that the width of the layer does not matter. gram: a function that returns
+    another CKA's."""
     grams = (k - k.mean(-2, keepdim=True) for k in (gram(a), gram(b)))
     k_a, k_b = ((k - k.mean(-1, keepdim=True)).flatten(-2) for k in grams)
     return F.cosine_similarity(k_a, k_b, dim=-1, eps=1e-30)

@@ -36,21 +36,13 @@ def hsic(a, b):
     return (total - 2 / (n - 2) * (a.sum(0) @ b.sum(0))) / (n * (n - 3))
 
 
-def gram(h):
-    """Return h h' in float64, (n, n), of activations h, (n, ...), less their mean over n.
-
-    No estimate depends on the mean; without it fewer digits cancel. In float64 nothing is left of
-    a layer that is equal in all samples, whose similarity would be of rounding alone."""
-    h = h.flatten(1).double()
-    h = h - h.mean(0)
-    return h @ h.T
-
-
 def layer_grams(net, x):
-    """Yield the Gram matrix, (n, n), of the output of each of fedcka.layers(net) for inputs x."""
+    """Yield the Gram matrix, (n, n), of the output of each of fedcka.layers(net) for inputs x.
+
+    No estimate depends on the mean that fedcka.gram takes off."""
     for layer in fedcka.layers(net):
         x = layer(x)
-        yield gram(x)
+        yield fedcka.gram(x.flatten(1).double())
 
 
 def batch_hsics(net, others, x):
