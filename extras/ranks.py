@@ -25,6 +25,7 @@ from collections import deque
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, its defaults would keep the group
 from tqdm import tqdm
 
 import common
@@ -210,7 +211,7 @@ class Ranks:
         """Go apart at the end of this process."""
         self.watch.over.set()
         self.watch.join()  # a thread that is amid a call at the exit would abort it
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # and its threads
 
     def folder(self, args, code):
         """Return the RunFolder of this rank."""

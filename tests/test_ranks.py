@@ -76,20 +76,40 @@ RUNS = {  # each way that something travels: sums, records, states, a second syn
 
 
 DYING = """
-import os, signal
+import atexit, contextlib, os, pathlib, signal, sys, time
 from extras.ranks import Folder
+def gloo():
+    # Yield the names of gloo's threads in this process.
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if "gloo" in (name := path.read_text().strip()):
+                yield name
+
 keep = Folder.keep
 def dying(folder, fed, row):
     keep(folder, fed, row)
+    assert [*gloo()]
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and row["round"] == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 Folder.keep = dying
+
+@atexit.register
+def alone():
+    # Registered before Ranks.leave(), so called after it.
+    end = time.monotonic() + 10
+    while [*gloo()] and time.monotonic() < end:
+        time.sleep(0.05)  # the kernel may list a thread a little after its end
+    if names := [*gloo()]:
+        print("threads left at the exit:", *names, file=sys.stderr, flush=True)
+        os._exit(3)
 """
 
 
 def test_two_ranks_give_the_run_of_one_process(tmp_path):
-    """Also one that others began; torchrun goes on where a rank is killed."""
+    """Also a run that one process began, and one that torchrun restarts after a kill.
+
+    No thread of gloo is left at the exit."""
 
     def lines(place, workers):
         for key, words in RUNS.items():
