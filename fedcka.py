@@ -16,11 +16,11 @@ from the prose.
 
 State: each client keeps its last model. Bytes per client and round: the model down, the model up.
 
-Measured: Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, JPEG images: 63.49 beside
-FedAvg's 63.83 and MOON's 65.84 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).
+Measured: Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01: 63.18 beside FedAvg's 63.92 and
+MOON's 65.33 (n=1, Intel Xeon, 2 cores, commits cd27d00 and e10f676; docs/fedcka.md).
 
 FedCKA paper, Table 1, CIFAR-10, row FedCKA: 67.86. Its 100 rounds were not run here yet; with its
-learning rate FedAvg ends in NaN after nine (docs/fedcka.md).
+learning rate FedAvg ends in NaN or infinity after 16 (docs/fedcka.md).
     python fedcka.py --dataset cifar10 --model cnn --clients 10 --alpha 5 --rounds 100 \\
         --epochs 10 --batch-size 128 --lr 0.1 --no-nesterov --weight-decay 1e-5 \\
         --augment none --mu 3

@@ -11,8 +11,8 @@ Nor has the later code of FedMLB's authors: its 0.001 is our mu 0.002.
 
 Measured: rFedAvg's Table II, MNIST, similarity 0%, mu 1, learning rate 0.01 where FedAvg has 0.1,
 last five rounds: 75.02 +- 2.17, published 69.36 +- 5.78 (n=1, AMD EPYC, 1 core, commit 67b18e9;
-docs/results.md). FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 0.001, JPEG
-images: 63.99 beside FedAvg's 63.83 (n=1, AMD EPYC, 1 core, commit 7aa703d; docs/fedcka.md).
+docs/results.md). FedCKA's Table 1, CIFAR-10, 20 of 100 rounds, learning rate 0.01, mu 0.001:
+64.36 beside FedAvg's 63.92 (n=1, Intel Xeon, 2 cores, commits cd27d00 and e10f676; docs/fedcka.md).
 
 FedAlign paper, Table 5, row FedProx: 53.1 +- 0.3. Not measured here yet.
     python fedprox.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
