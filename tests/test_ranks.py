@@ -88,7 +88,7 @@ def gloo():
 keep = Folder.keep
 def dying(folder, fed, row):
     keep(folder, fed, row)
-    assert [*gloo()]
+    assert [*gloo()] or sys.platform != "linux"
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and row["round"] == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
