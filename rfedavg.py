@@ -27,8 +27,9 @@ counts sampled clients, not N.
 Measured: Table II, MNIST, similarity 0%, row rFedAvg: 94.74 +- 0.19, published 94.66 +- 0.40 (n=1,
 AMD EPYC, 1 core, commit 0685ca6; docs/results.md).
 
-rFedAvg paper, Table II, MNIST, row rFedAvg+, similarity 0%: 94.72 +- 0.26. Measured: 94.82 +- 0.18
-(n=1, AMD EPYC, 1 core, commit 67b18e9; docs/results.md).
+rFedAvg paper, Table II, MNIST, row rFedAvg+, similarity 0%: 94.72 +- 0.26. Measured: seed 0 94.82
++- 0.18, seed 1 94.23 +- 0.26 (AMD EPYC, 1 and 2 cores, commits 67b18e9 and e95fd1a;
+docs/results.md).
     python rfedavg.py --dataset mnist --model cnn-mcmahan --partition similarity --similarity 0 \\
         --clients 500 --sample 0.2 --rounds 60 --epochs 10 --batch-size 32 --lr 0.1 --momentum 0 \\
         --weight-decay 0 --drop-last --weighting uniform --variant rfedavg+ --lam 1e-4
