@@ -12,8 +12,8 @@ averaged with the weights. Momentum starts at zero in every round; --persist-opt
 client. FedAlign's code keeps it per worker thread. A client trains on its last, short batch too;
 FedAlign's code leaves it out, as --drop-last does.
 
-Measured: rFedAvg's Table II, MNIST, similarity 0%, seeds 0 and 1: 94.16 and 93.43, published 94.38
-+- 0.26 (x86_64 and AMD EPYC, 2 cores, commits ff1a9d4 and e95fd1a; docs/results.md).
+Measured: rFedAvg's Table II, MNIST, similarity 0%, last five rounds: 94.16 and 93.43 (seeds 0, 1),
+published 94.38 +- 0.26 (x86_64 and AMD EPYC, 2 cores, commits ff1a9d4, e95fd1a; docs/results.md).
 
 FedAlign paper, Table 5, row FedAvg: 52.9 +- 0.1. Not measured here yet.
     python fedavg.py --dataset cifar100 --model resnet56 --clients 16 --alpha 0.5 --rounds 25 \\
